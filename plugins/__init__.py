@@ -1,0 +1,3 @@
+"""The built-in plugins: reset policies, verification and failure classification, through the public hooks."""
+
+BUILTIN: dict[str, object] = {}

@@ -1,0 +1,93 @@
+"""The seam between the pool and the places where sandboxes live.
+
+A backend makes and removes *members* (places with a keeper in them) and opens a byte stream to a
+member's keeper. Everything else (episodes, commands, files, resets, layers) goes through the keeper's
+protocol and is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..spec import Spec
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend can do.
+
+    Args:
+        reset_modes: those its members may report.
+        adopt: whether :meth:`Backend.adopt` can give members of the place's own warm pool.
+        pause: whether members can be paused.
+        snapshot: whether uppers can be sealed into layers.
+        max_writes_per_s: creations and deletions a second that the place stands; None: no bound.
+        shared_layers: whether :meth:`Backend.give_layer` can carry a layer from one member to another.
+    """
+
+    reset_modes: frozenset[str]
+    adopt: bool
+    pause: bool
+    snapshot: bool
+    max_writes_per_s: float | None
+    shared_layers: bool = False
+
+
+@dataclass(frozen=True)
+class Member:
+    """A place with a keeper in it."""
+
+    id: str
+    node: str | None
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+
+class Backend(ABC):
+    """Where sandboxes live. All methods are called on the pool's event loop and must be cancel-safe."""
+
+    name: str
+
+    @abstractmethod
+    async def capabilities(self) -> Capabilities:
+        """Probed by doing, once; raises UnsupportedError with a hint when nothing works here."""
+
+    @abstractmethod
+    async def provision(
+        self, spec: Spec, *, member: str, labels: Mapping[str, str], deadline: float
+    ) -> Member:
+        """Make the member named *member*. *deadline* is in seconds from now. Raises ProvisionError."""
+
+    @abstractmethod
+    async def connect(self, member: Member) -> tuple[StreamReader, StreamWriter]:
+        """A stream to the member's keeper, before the handshake."""
+
+    @abstractmethod
+    async def dispose(self, member: Member) -> None:
+        """Remove the member. Removing one that is gone is success."""
+
+    @abstractmethod
+    async def list(self, labels: Mapping[str, str]) -> Sequence[Member]:
+        """Members that carry all of *labels*; may lag behind."""
+
+    async def adopt(
+        self, spec: Spec, *, labels: Mapping[str, str], deadline: float
+    ) -> Member | None:
+        """A member of the place's own warm pool, or None."""
+        return None
+
+    async def give_layer(self, layer: str, member: Member) -> bool:
+        """Make a sealed layer of any member available in *member*; False when that cannot be."""
+        return False
+
+    async def drop_layer(self, layer: str) -> None:
+        """Forget a sealed layer that no member needs any more."""
+
+    def environment(self, spec: Spec) -> Mapping[str, str]:
+        """Environment that every command gets before Spec.env (an image's own, PATH)."""
+        return {}
+
+    async def close(self) -> None:
+        """Give back what the backend itself holds; every member has been disposed of before."""

@@ -1,0 +1,209 @@
+"""Every door for plugins, in one file.
+
+A plugin is a module or object with functions marked ``@rlsandbox.hookimpl``; it may take any subset of
+a hook's arguments. Plugins come from the entry-point group ``rlsandbox``, from ``Pool(plugins=[...])``,
+and from :mod:`rlsandbox_plugins`: the built-in ones use this same door and can be switched off by
+name (``Pool(block=["git"])``). Hooks are plain synchronous functions; the pool calls them on a thread
+of their own with a deadline. They run last-registered first, so a user's plugin precedes the built-ins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import pluggy
+
+if TYPE_CHECKING:
+    from .results import CommandResult, Failure, FileInfo, Record
+    from .task import Task
+
+PROJECT = "rlsandbox"
+hookspec = pluggy.HookspecMarker(PROJECT)
+_F = TypeVar("_F")
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@dataclass(frozen=True)
+class Residue:
+    """One thing of an earlier episode that verification found.
+
+    Args:
+        kind: ``file``, ``process``, ``socket``, ``mount``, ``ipc``, ``namespace``, ``credential`` ... or a
+            plugin's own word.
+        what: which one: a path, a command line, an address.
+        detail: how it differs from the baseline.
+    """
+
+    kind: str
+    what: str
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What one episode may hold. Values are redacted everywhere outside the episode."""
+
+    id: str
+    env: Mapping[str, str] = field(default_factory=dict)
+    files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Credentials(id={self.id!r}, env={sorted(self.env)}, files={sorted(self.files)})"
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """A process of the episode, seen from outside it."""
+
+    pid: int
+    ppid: int
+    uid: int
+    state: str
+    command: str
+    argv: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SocketInfo:
+    """A socket of the episode's network namespace, seen from outside it."""
+
+    proto: str
+    local: str
+    remote: str = ""
+    state: str = ""
+
+
+class Inspector(Protocol):
+    """The view of a sandbox from outside. Nothing here runs a program of the image or trusts the episode."""
+
+    task: Task | None
+    mode: str
+    """The reset mode: ``overlay``, ``userns``, ``manifest`` or ``replace``."""
+
+    def changed(self, under: str = "/") -> Iterable[FileInfo]:
+        """What differs from the baseline under a path; deletions have kind ``deleted``."""
+        ...
+
+    def processes(self) -> Iterable[ProcessInfo]:
+        """Processes of the episode other than its first."""
+        ...
+
+    def sockets(self) -> Iterable[SocketInfo]: ...
+
+    def facts(self, kind: str) -> Sequence[str]:
+        """Raw facts of one kind (``mount``, ``ipc``, ``ns``, ``env``, ``fd``, ``key``, ``limit`` ...), a line each."""
+        ...
+
+    def baseline_facts(self, kind: str) -> Sequence[str]:
+        """The same facts as taken when the sandbox was primed."""
+        ...
+
+    def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
+        """Content as the episode would see it; None when there is no such file. Never follows a link out."""
+        ...
+
+    def baseline(self, path: str) -> bytes | None:
+        """Content at the baseline."""
+        ...
+
+
+class Resetter(Inspector, Protocol):
+    """What a reset policy may do; everything acts from outside the episode."""
+
+    def remove(self, path: str) -> None:
+        """Put *path* back to its baseline: what the episode made is gone, what it changed or deleted is back."""
+        ...
+
+    def kill_all(self) -> None:
+        """End every process of the episode."""
+        ...
+
+    def run_trusted(self, argv: list[str]) -> CommandResult:
+        """Run a program in the baseline view (not the episode's), for policies that need one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The attempt a hook is called for."""
+
+    run: str
+    task: Task
+    index: int
+    group: str
+    attempt: int
+    id: str = ""
+
+
+class Specs:
+    """The hook specifications."""
+
+    @hookspec
+    def rlsandbox_prime(self, task: Task, sandbox: Any) -> None:
+        """After a task's files and setup are in place and before its primed layer is sealed; *sandbox* is a Sandbox."""
+
+    @hookspec
+    def rlsandbox_reset(self, resetter: Resetter) -> None:
+        """Undo what an episode did. All implementations run; an exception quarantines the sandbox."""
+
+    @hookspec
+    def rlsandbox_verify(self, inspector: Inspector) -> Iterable[Residue]:  # type: ignore[empty-body]
+        """Look for residue, independently of every reset policy. Any residue quarantines the sandbox."""
+
+    @hookspec(firstresult=True)
+    def rlsandbox_classify_failure(
+        self, error: BaseException, phase: str, rollout: Rollout | None
+    ) -> Failure | None:
+        """Name a failure. The first that answers wins; the built-in classifier answers last."""
+
+    @hookspec
+    def rlsandbox_record(self, record: Record) -> None:
+        """A rollout has ended and is in the ledger. An exception here is logged and changes nothing."""
+
+    @hookspec(firstresult=True)
+    def rlsandbox_place(self, task: Task, nodes: Sequence[str]) -> str | None:
+        """Choose a node for a task's sandbox; None leaves it to the backend."""
+
+    @hookspec(firstresult=True)
+    def rlsandbox_issue_credentials(self, rollout: Rollout) -> Credentials | None:
+        """Issue what one episode may hold. Called before hand-over; an exception fails the attempt."""
+
+    @hookspec
+    def rlsandbox_revoke_credentials(self, credentials: Credentials) -> None:
+        """Take credentials back at release. An exception becomes a failure record."""
+
+
+def plugin_manager(
+    plugins: Iterable[object] = (), *, block: Iterable[str] = (), entry_points: bool = True
+) -> pluggy.PluginManager:
+    """A manager with the built-in plugins, those of installed packages, and *plugins*, in that order."""
+    from .errors import ConfigError
+
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(Specs)
+    try:
+        import rlsandbox_plugins
+    except ImportError as error:
+        raise ConfigError(
+            f"the built-in plugins are not importable: {error}",
+            hint="pip install rlsandbox-pool (the package ships rlsandbox_plugins)",
+        ) from error
+    known = dict(rlsandbox_plugins.BUILTIN)
+    blocked = set(block)
+    for name, plugin in known.items():
+        if name not in blocked:
+            manager.register(plugin, name)
+    if entry_points:
+        for name in blocked:
+            manager.set_blocked(name)
+        manager.load_setuptools_entrypoints(PROJECT)
+    for plugin in plugins:
+        manager.register(plugin)
+    unknown = blocked - set(known) - {n for n, _ in manager.list_name_plugin()}
+    if unknown:
+        raise ConfigError(
+            f"block: no plugin is called {sorted(unknown)[0]!r}; built-in are {', '.join(sorted(known))}"
+        )
+    return manager

@@ -1,0 +1,112 @@
+"""What comes back: the result of a command, a file's facts, a grade, a failure, a rollout's record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from .errors import CommandError, CommandTimeoutError
+from .spec import _Data
+
+Stream = Literal["stdout", "stderr"]
+Status = Literal["completed", "failed", "lost", "cancelled"]
+
+
+@dataclass(frozen=True)
+class CommandResult(_Data):
+    """How a command ended and what it printed.
+
+    ``stdout`` and ``stderr`` are text with undecodable bytes replaced; ``*_bytes`` are exact. When more
+    was printed than the output limit, head and tail are kept with a marker line between them,
+    ``truncated`` is set, and ``*_size`` tell the true number of bytes.
+    """
+
+    exit_code: int
+    """As a shell tells it: 128 + signal when killed, 137 on timeout or out of memory; never None."""
+    stdout: str = ""
+    stderr: str = ""
+    stdout_bytes: bytes = b""
+    stderr_bytes: bytes = b""
+    stdout_size: int = 0
+    stderr_size: int = 0
+    truncated: bool = False
+    timed_out: bool = False
+    oom_killed: bool = False
+    signal: int | None = None
+    duration_s: float = 0.0
+    merged: str = field(default="", repr=False, compare=False)
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0 and not self.timed_out
+
+    @property
+    def text(self) -> str:
+        """stdout and stderr together, in the order they arrived."""
+        return self.merged
+
+    def check(self) -> Self:
+        """This result, or :class:`CommandError` / :class:`CommandTimeoutError` when it is not ``ok``."""
+        if self.ok:
+            return self
+        if self.timed_out:
+            raise CommandTimeoutError(f"command timed out after {self.duration_s:.3g} s")
+        tail = self.stderr.strip().splitlines()[-1:] or self.stdout.strip().splitlines()[-1:]
+        why = " out of memory" if self.oom_killed else ""
+        said = f": {tail[0][:300]}" if tail else ""
+        raise CommandError(f"command exited with {self.exit_code}{why}{said}")
+
+
+@dataclass(frozen=True)
+class FileInfo(_Data):
+    """A directory entry, or one path that changed. ``name`` is a full path in lists of changes."""
+
+    name: str
+    size: int
+    mode: int
+    kind: Literal["file", "dir", "symlink", "other", "deleted"]
+    mtime_ns: int = 0
+    uid: int = 0
+    gid: int = 0
+
+
+@dataclass(frozen=True)
+class Outcome(_Data):
+    """A grade. ``reward`` is None when it could not be measured: never a made-up 0."""
+
+    reward: float | None
+    passed: bool | None
+    result: CommandResult | None = None
+
+
+@dataclass(frozen=True)
+class Failure(_Data):
+    """Why a rollout did not complete."""
+
+    kind: str
+    phase: str
+    cause: str
+    retryable: bool
+    infrastructure: bool
+
+
+@dataclass(frozen=True)
+class Record(_Data):
+    """The one end of one rollout that was asked for."""
+
+    task_id: str
+    index: int
+    attempts: int
+    status: Status
+    reward: float | None = None
+    passed: bool | None = None
+    value: Any = None
+    failure: Failure | None = None
+    ttfc_s: float | None = None
+    group: str | None = None
+    run: str = ""
+    id: str = ""
+    started_at: float = 0.0
+    ended_at: float = 0.0
+    node: str | None = None
+    image: str | None = None

@@ -1,0 +1,198 @@
+"""What a sandbox is made from (:class:`Spec`) and the limits of one attempt (:class:`Limits`).
+
+Both are frozen, keyword-only, picklable and copy to themselves. Sizes are integers in bytes or
+strings: ``"512MiB"`` and ``"512Mi"`` are 2**20-based, ``"512M"`` and ``"512MB"`` 10**6-based. Times are seconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
+
+from .errors import ConfigError
+
+NETWORKS = ("none", "host")
+ISOLATIONS = ("auto", "namespaces", "none", "gvisor")
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{u + s: 1000**e for e, u in enumerate("kmgt", 1) for s in ("", "b")},
+    **{u + s: 1024**e for e, u in enumerate("kmgt", 1) for s in ("i", "ib")},
+}
+
+
+def parse_size(value: str | int, what: str = "size") -> int:
+    """Bytes of a size in human form.
+
+    Raises:
+        ConfigError: *value* is no size, is negative, or is no whole number of bytes.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(f"{what} must be bytes or a string such as '512MiB', not {value!r}")
+    if isinstance(value, int):
+        if value < 0:
+            raise ConfigError(f"{what} must not be negative, not {value}")
+        return value
+    match = _SIZE.fullmatch(value)
+    unit = _UNITS.get(match.group(2).lower()) if match else None
+    if match is None or unit is None:
+        raise ConfigError(f"{what} must be bytes or a string such as '512MiB', not {value!r}")
+    return int(float(match.group(1)) * unit)
+
+
+def _positive(value: float | None, what: str, *, whole: bool = False) -> None:
+    if value is None:
+        return
+    ok = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    if not ok or not math.isfinite(value) or value <= 0:
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{what} must be {kind} above 0, not {value!r}")
+
+
+class _Data:
+    """Frozen data: copying gives the object itself, so ``gym.make`` may deep-copy it for free."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(_Data):
+    """What a sandbox is made from. ``None`` leaves a field to the pool's spec or the backend.
+
+    Args:
+        image: an OCI layout directory, a ``docker save`` archive or, on a cluster, a reference;
+            ``None`` is the backend's base (locally: an allow-list of the host).
+        cpu: cores, fractions allowed.
+        memory: of all processes together.
+        disk: of all files the rollout writes.
+        pids: processes and threads at once.
+        network: ``"none"`` (loopback only) or ``"host"``.
+        user: default user of commands: a name, a uid, or ``"uid:gid"``.
+        env: environment of every command.
+        isolation: ``"auto"`` (the best there is, never none), ``"namespaces"``, ``"gvisor"``, or
+            ``"none"`` (asked for by that name only).
+        expose: host paths shown read-only at the same place (local backend).
+        labels: free; part of the identity.
+    """
+
+    image: str | None = None
+    cpu: float | None = None
+    memory: str | int | None = None
+    disk: str | int | None = None
+    pids: int | None = None
+    network: str = "none"
+    user: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    isolation: str = "auto"
+    expose: tuple[str, ...] = ()
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _positive(self.cpu, "Spec.cpu")
+        _positive(self.pids, "Spec.pids", whole=True)
+        for name in ("memory", "disk"):
+            value = getattr(self, name)
+            if value is not None and parse_size(value, f"Spec.{name}") == 0:
+                raise ConfigError(f"Spec.{name} must be above 0")
+        _one_of(self.network, NETWORKS, "Spec.network")
+        _one_of(self.isolation, ISOLATIONS, "Spec.isolation")
+        if isinstance(self.expose, str):
+            raise ConfigError("Spec.expose must be a tuple of paths, not one string")
+        for path in self.expose:
+            if not str(path).startswith("/") or "\0" in str(path):
+                raise ConfigError(f"Spec.expose: {path!r} is not an absolute path")
+        object.__setattr__(self, "expose", tuple(str(path) for path in self.expose))
+        for name in ("env", "labels"):
+            object.__setattr__(self, name, _strings(getattr(self, name), f"Spec.{name}"))
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        return None if self.memory is None else parse_size(self.memory)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        return None if self.disk is None else parse_size(self.disk)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits that are equal exactly for specs that make the same sandbox."""
+        cached: str | None = self.__dict__.get("_digest")
+        if cached is None:
+            data = {f.name: getattr(self, f.name) for f in fields(self)}
+            data["memory"], data["disk"] = self.memory_bytes, self.disk_bytes
+            text = json.dumps(data, sort_keys=True, default=dict)
+            cached = hashlib.sha256(text.encode()).hexdigest()[:16]
+            object.__setattr__(self, "_digest", cached)
+        return cached
+
+    def over(self, base: Spec | None) -> Spec:
+        """This spec over *base*, field by field: what is left at its default comes from *base*."""
+        if base is None:
+            return self
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            mine, theirs = getattr(self, f.name), getattr(base, f.name)
+            if isinstance(mine, Mapping):
+                changed[f.name] = {**theirs, **mine}
+            elif mine == getattr(_DEFAULT, f.name):
+                changed[f.name] = theirs
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(_Data):
+    """Limits of one attempt. Reaching one ends it as ``truncated``; it is no infrastructure failure.
+
+    Args:
+        steps: commands the acting agent may run.
+        wall: seconds from hand-over to the end.
+        command: seconds a single command may take unless it names its own timeout.
+        output: bytes kept of each of stdout and stderr (head and tail).
+    """
+
+    steps: int | None = None
+    wall: float | None = None
+    command: float | None = None
+    output: str | int = "1MiB"
+
+    def __post_init__(self) -> None:
+        _positive(self.steps, "Limits.steps", whole=True)
+        _positive(self.wall, "Limits.wall")
+        _positive(self.command, "Limits.command")
+        parse_size(self.output, "Limits.output")
+
+    @property
+    def output_bytes(self) -> int:
+        return parse_size(self.output)
+
+
+def _one_of(value: object, allowed: tuple[str, ...], what: str) -> None:
+    if value not in allowed:
+        raise ConfigError(f"{what} must be one of {', '.join(allowed)}, not {value!r}")
+
+
+def _strings(value: Mapping[str, str], what: str) -> dict[str, str]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what} must map names to strings, not {value!r}")
+    for key, item in value.items():
+        bad = not isinstance(key, str) or not key or "=" in key or "\0" in key
+        if bad or not isinstance(item, str) or "\0" in item:
+            raise ConfigError(f"{what}: {key!r}={item!r} must be strings without NUL, the name without '='")
+    return dict(value)
+
+
+_DEFAULT = Spec()

@@ -1,0 +1,129 @@
+"""What a rollout works on: :class:`Task` and its :class:`Grader`.
+
+Reading tasks from files lives in :mod:`rlsandbox.tasks`; this module holds data only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+from .spec import Limits, Spec, _Data, _positive
+
+Cmd = str | Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grader(_Data):
+    """The task's check of the work.
+
+    Args:
+        command: run after the acting agent's processes are gone and *files* are in place.
+        files: hidden files, put in place after the last action (relative paths: under the workdir).
+        timeout: seconds.
+        reward: ``"exit_code"`` (1.0 for 0, else 0.0), ``"file:/path"`` (a number read from there), or
+            ``"pkg.mod:fn"`` (called in the trainer with the CommandResult and the task, returns a float).
+        fresh: grade in a fresh sandbox with only the work carried over.
+    """
+
+    command: Cmd
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    timeout: float = 60
+    reward: str = "exit_code"
+    fresh: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.command:
+            raise ConfigError("Grader.command must not be empty")
+        _positive(self.timeout, "Grader.timeout")
+        object.__setattr__(self, "files", _files(self.files, "Grader.files"))
+        ok = self.reward == "exit_code" or self.reward.startswith("file:/")
+        if not ok and not _dotted(self.reward):
+            raise ConfigError(
+                f"Grader.reward must be 'exit_code', 'file:/path' or 'pkg.mod:fn', not {self.reward!r}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task(_Data):
+    """What a rollout works on.
+
+    Args:
+        id: unique within a batch.
+        prompt: what the acting agent is told.
+        image: shorthand for ``Spec(image=...)``.
+        workdir: where commands start; made when missing; relative file paths are under it.
+        files: put in place once, before *setup*; text or bytes.
+        setup: shell script run once per (spec, setup, files); its result is the primed layer that
+            every episode of the task starts from.
+        grader: the check; without one ``grade()`` is a ConfigError.
+        spec: over ``image`` over the pool's spec, field by field.
+        limits: of one attempt.
+        metadata: free, JSON-able; goes to the ledger.
+    """
+
+    id: str
+    prompt: str = ""
+    image: str | None = None
+    workdir: str | None = None
+    files: Mapping[str, str | bytes] = field(default_factory=dict)
+    setup: str | None = None
+    grader: Grader | None = None
+    spec: Spec | None = None
+    limits: Limits = field(default_factory=Limits)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, str) or not self.id or "\0" in self.id:
+            raise ConfigError(f"Task.id must be a string that is not empty, not {self.id!r}")
+        if self.workdir is not None and not self.workdir.startswith("/"):
+            raise ConfigError(f"Task.workdir must be an absolute path, not {self.workdir!r}", task=self.id)
+        object.__setattr__(self, "files", _files(self.files, "Task.files"))
+
+    def __hash__(self) -> int:
+        return hash((self.id, self.layer_key))
+
+    def spec_over(self, base: Spec | None) -> Spec:
+        """The spec this task runs in: Task.spec over Task.image over *base*."""
+        own = self.spec or Spec()
+        if self.image is not None:
+            own = own.over(Spec(image=self.image))
+        return own.over(base)
+
+    @property
+    def layer_key(self) -> str | None:
+        """Digest of setup, files and workdir: the primed layer's name. None when there is nothing to prime."""
+        if not self.files and not self.setup and not self.workdir:
+            return None
+        cached: str | None = self.__dict__.get("_layer_key")
+        if cached is None:
+            digest = hashlib.sha256(json.dumps([self.workdir, self.setup]).encode())
+            for path in sorted(self.files):
+                data = self.files[path]
+                raw = data.encode() if isinstance(data, str) else data
+                digest.update(f"\0{path}\0{len(raw)}\0".encode() + raw)
+            cached = digest.hexdigest()[:16]
+            object.__setattr__(self, "_layer_key", cached)
+        return cached
+
+
+def _files(value: Mapping[str, str | bytes], what: str) -> dict[str, str | bytes]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{what} must map paths to text or bytes, not {type(value).__name__}")
+    for path, data in value.items():
+        if not isinstance(path, str) or not path or "\0" in path or path.endswith("/"):
+            raise ConfigError(f"{what}: {path!r} is not a file path")
+        if ".." in path.split("/"):
+            raise ConfigError(f"{what}: {path!r} must not contain '..'")
+        if not isinstance(data, (str, bytes)):
+            raise ConfigError(f"{what}[{path!r}] must be text or bytes, not {type(data).__name__}")
+    return dict(value)
+
+
+def _dotted(name: str) -> bool:
+    module, _, function = name.partition(":")
+    return bool(function) and all(p.isidentifier() for p in (*module.split("."), *function.split(".")))
