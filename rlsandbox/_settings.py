@@ -1,0 +1,151 @@
+"""The settings there are: their names, kinds and checks. Reading them is :mod:`rlsandbox.config`'s job."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import ConfigError
+from .spec import ISOLATIONS, NETWORKS, parse_size
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``": did you mean 'size'?"``, or what there is when nothing is near; for the end of a message."""
+    names = sorted(set(known))
+    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    if close:
+        return f": did you mean {close[0]!r}?"
+    return f"; known: {', '.join(names)}" if names else "; there is none"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a value is read from a variable's text (*parse*) and checked wherever it came from (*check*)."""
+
+    parse: Callable[[str, str], Any]
+    check: Callable[[Any, str], Any]
+
+
+def _text(text: str, where: str) -> Any:
+    return text
+
+
+def _parse_number(text: str, where: str) -> Any:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text  # the check says what it should be
+
+
+def _parse_list(text: str, where: str) -> Any:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _parse_map(text: str, where: str) -> Any:
+    pairs = {}
+    for part in _parse_list(text, where):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ConfigError(f"{where} must be NAME=value,NAME=value, not {text!r}")
+        pairs[name.strip()] = value
+    return pairs
+
+
+def _whole(lowest: int, highest: int | None = None) -> Kind:
+    def check(value: Any, where: str) -> int:
+        bad = isinstance(value, bool) or not isinstance(value, int) or value < lowest
+        if bad or (highest is not None and value > highest):
+            span = f"from {lowest} to {highest}" if highest is not None else f"of at least {lowest}"
+            raise ConfigError(f"{where} must be a whole number {span}, not {value!r}")
+        return int(value)
+
+    return Kind(_parse_number, check)
+
+
+def _number() -> Kind:
+    def check(value: Any, where: str) -> float:
+        bad = isinstance(value, bool) or not isinstance(value, (int, float))
+        if bad or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{where} must be a number above 0, not {value!r}")
+        return float(value) if isinstance(value, float) else value
+
+    return Kind(_parse_number, check)
+
+
+def _string(allowed: tuple[str, ...] = ()) -> Kind:
+    def check(value: Any, where: str) -> str:
+        if isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if not isinstance(value, str) or not value or "\0" in value:
+            raise ConfigError(f"{where} must be a string that is not empty, not {value!r}")
+        if allowed and value not in allowed:
+            raise ConfigError(f"{where} must be one of {', '.join(allowed)}, not {value!r}")
+        return value
+
+    return Kind(_text, check)
+
+
+def _size() -> Kind:
+    def check(value: Any, where: str) -> Any:
+        parse_size(value, where)
+        return value
+
+    return Kind(_text, check)
+
+
+def _strings() -> Kind:
+    def check(value: Any, where: str) -> tuple[str, ...]:
+        if isinstance(value, str) or not isinstance(value, (list, tuple, set, frozenset)):
+            raise ConfigError(f"{where} must be a list of strings, not {value!r}")
+        for item in value:
+            if not isinstance(item, str) or not item:
+                raise ConfigError(f"{where} must be a list of strings, not one with {item!r}")
+        return tuple(value)
+
+    return Kind(_parse_list, check)
+
+
+def _string_map() -> Kind:
+    def check(value: Any, where: str) -> dict[str, str]:
+        if not isinstance(value, Mapping) or any(not isinstance(v, str) for v in value.values()):
+            raise ConfigError(f"{where} must map names to strings, not {value!r}")
+        return dict(value)
+
+    return Kind(_parse_map, check)
+
+
+POOL: dict[str, Kind] = {
+    "size": _whole(1),
+    "max_size": _whole(1),
+    "when_empty": _string(("create", "wait", "fail")),
+    "max_creating": _whole(1),
+    "write_rate": _number(),
+    "run": _string(),
+    "ledger": _string(),
+    "block": _strings(),
+}
+SPEC: dict[str, Kind] = {
+    "image": _string(),
+    "cpu": _number(),
+    "memory": _size(),
+    "disk": _size(),
+    "pids": _whole(1),
+    "network": _string(NETWORKS),
+    "user": _string(),
+    "env": _string_map(),
+    "isolation": _string(ISOLATIONS),
+    "expose": _strings(),
+    "labels": _string_map(),
+}
+METRICS: dict[str, Kind] = {
+    "prometheus_port": _whole(1, 65535),
+    "prometheus_host": _string(),
+    "otlp_endpoint": _string(),
+}
+BACKEND = _string()
