@@ -17,6 +17,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
     """``": did you mean 'size'?"``, or what there is when nothing is near; for the end of a message."""
     names = sorted(set(known))
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = close or [name for name in names if len(word) > 2 and word.lower() in name.lower()]
     if close:
         return f": did you mean {close[0]!r}?"
     return f"; known: {', '.join(names)}" if names else "; there is none"

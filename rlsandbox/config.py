@@ -15,6 +15,7 @@ and no backend is imported here.
 
 from __future__ import annotations
 
+import difflib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -113,8 +114,8 @@ def load_config(
         config: a file that takes the place of ``$RLSANDBOX_CONFIG`` and ``./rlsandbox.toml``; ``False``
             ignores every file and variable.
         profile: section ``[profiles.NAME]``; without one, ``$RLSANDBOX_PROFILE``.
-        arguments: by name as :class:`~rlsandbox.Pool` takes them; None and empty sequences count as not given.
-            ``backend`` may be a name or a Backend, ``spec`` a Spec.
+        arguments: by name as :class:`~rlsandbox.Pool` takes them; None and empty sequences count as not
+            given. ``backend`` may be a name or a Backend, ``spec`` a Spec.
         environ: instead of the process's environment.
 
     Raises:
@@ -220,7 +221,8 @@ def _files(config: PathArgument | None, variables: Mapping[str, str]) -> list[Pa
         if not path.is_file():
             raise ConfigError(f"{by} names {path}, which is not a file")
     paths = [path for path, _ in named] or [Path(FILE_NAME)]
-    base = variables.get("XDG_CONFIG_HOME") or os.path.join(variables.get("HOME") or os.path.expanduser("~"), ".config")
+    home = variables.get("HOME") or os.path.expanduser("~")
+    base = variables.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     paths += [Path(base, "rlsandbox", "config.toml"), SYSTEM_FILE]
     return [path for path in paths if path.is_file()]
 
@@ -338,8 +340,11 @@ def _from_variables(variables: Mapping[str, str]) -> _Layer:
 def _refuse_unknown_variables(variables: Mapping[str, str]) -> None:
     known = [*_variable_kinds(), *_OTHER_VARIABLES]
     for name in variables:
+        if name in known or not name.startswith("RLSANDBOX_") or name.startswith("RLSANDBOX_POOL_BACKEND_"):
+            continue
         ours = name.startswith(("RLSANDBOX_POOL_", "RLSANDBOX_METRICS_"))
-        if ours and name not in known and not name.startswith("RLSANDBOX_POOL_BACKEND_"):
+        # A variable of a plugin or a test may begin with RLSANDBOX_ too: refused only when it looks mistyped.
+        if ours or difflib.get_close_matches(name, known, n=1, cutoff=0.9):
             raise ConfigError(f"unknown variable {name}{nearest(name, known)}")
 
 
