@@ -1,0 +1,31 @@
+"""Where sandboxes live: the seam (:class:`Backend`) and the places we know.
+
+Names are loaded when they are used: importing this imports no backend.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from .base import Backend, Capabilities, Member
+
+if TYPE_CHECKING:
+    from ..keeper.build import keeper_binary
+    from .local import Local
+
+_LAZY = {
+    "Local": ".local",
+    "Kubernetes": ".kubernetes",
+    "Simulated": ".simulated",
+    "keeper_binary": "..keeper.build",
+}
+
+__all__ = ["Backend", "Capabilities", "Local", "Member", "keeper_binary"]
+
+
+def __getattr__(name: str) -> Any:
+    module = _LAZY.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(module, __name__), name)

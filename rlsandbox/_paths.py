@@ -1,0 +1,41 @@
+"""Where rlsandbox keeps its own files. Nothing here creates anything.
+
+``home()`` holds ledgers and state of runs (precious), ``cache()`` what can be made again: unpacked image
+layers, prepared bases, keepers built on this machine. Both belong to one user and are made with mode 0700:
+an unpacked image contains setuid files, which nobody else on the machine may reach.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def home() -> Path:
+    """``$RLSANDBOX_HOME``, else ``$XDG_STATE_HOME/rlsandbox``, else ``~/.local/state/rlsandbox``."""
+    return _place("RLSANDBOX_HOME", "XDG_STATE_HOME", ".local/state")
+
+
+def cache() -> Path:
+    """``$RLSANDBOX_CACHE``, else ``$RLSANDBOX_HOME/cache``, else the user's cache directory.
+
+    It should lie on a local disk: layers are the lower directories of every sandbox's overlay.
+    """
+    if "RLSANDBOX_CACHE" not in os.environ and os.environ.get("RLSANDBOX_HOME"):
+        return home() / "cache"
+    return _place("RLSANDBOX_CACHE", "XDG_CACHE_HOME", ".cache")
+
+
+def private_directory(path: Path) -> Path:
+    """Make *path* (and what is missing above it) readable by its owner only; returns it."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def _place(variable: str, xdg: str, fallback: str) -> Path:
+    own = os.environ.get(variable)
+    if own:
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get(xdg, "")
+    base = Path(shared) if shared.startswith("/") else Path.home() / fallback
+    return base / "rlsandbox"

@@ -1,0 +1,176 @@
+"""Builds the keeper: one static program from the C files in ``src/``.
+
+Used at install by the in-tree build backend, which loads this file by path before the package exists (so: no
+imports from the package at module level), and later by :func:`keeper_binary`, which finds a keeper that fits
+the sources or makes one. The compiler is one of the machine's that can link statically (musl's first: smaller),
+else the ``ziglang`` wheel, which also builds for other architectures.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parent / "src"
+SHIPPED = Path(__file__).resolve().parent / "bin"
+ARCHITECTURES = ("x86_64", "aarch64")
+_SAME = {"amd64": "x86_64", "arm64": "aarch64"}
+
+_FLAGS = ("-std=gnu11", "-Wall", "-Wextra", "-Wno-unused-parameter")
+_RELEASE = ("-Os", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "release": _RELEASE,
+    # Leaves out the reset step that RLS_SKIP names: verification's own tests must then find the residue.
+    "skip": (*_RELEASE, "-DRLS_SKIP"),
+    # Dynamic: the sanitizers' runtime cannot be linked statically.
+    "asan": (
+        "-O1",
+        "-g",
+        "-fno-omit-frame-pointer",
+        "-fsanitize=address,undefined",
+        "-fno-sanitize-recover=all",
+    ),
+}
+
+
+class KeeperBuildError(RuntimeError):
+    """No compiler, or the compiler refused; the message carries what it said."""
+
+
+def machine() -> str:
+    """The machine's own architecture, as the keeper's files are named."""
+    name = platform.machine()
+    return _SAME.get(name.lower(), name)
+
+
+def sources() -> list[Path]:
+    return sorted(SOURCE.glob("*.c"))
+
+
+def source_digest() -> str:
+    """16 hex digits over everything that decides what the keeper is: sources, headers, flags."""
+    state = hashlib.sha256(repr((_FLAGS, VARIANTS)).encode())
+    for path in sorted([*SOURCE.glob("*.c"), *SOURCE.glob("*.h")]):
+        state.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return state.hexdigest()[:16]
+
+
+def compilers(arch: str) -> Iterator[list[str]]:
+    """Commands that may compile for *arch*, the best first. None of them has been tried yet."""
+    own = arch == machine()
+    names = [f"{arch}-linux-musl-gcc"]
+    if own:
+        names += ["musl-gcc", os.environ.get("CC", ""), "cc", "gcc", "clang"]
+    names.append(f"{arch}-linux-gnu-gcc")
+    for name in names:
+        command = name.split()
+        if command and shutil.which(command[0]):
+            yield command
+    if importlib.util.find_spec("ziglang") is not None:
+        yield [sys.executable, "-m", "ziglang", "cc", "-target", f"{arch}-linux-musl"]
+
+
+def links_statically(command: Sequence[str]) -> bool:
+    """Whether *command* makes a static program with kernel headers at hand, tried by doing it."""
+    text = '#include <stdio.h>\n#include <linux/seccomp.h>\nint main(void) { return puts("") < 0; }\n'
+    with tempfile.TemporaryDirectory(prefix="rlsandbox-cc-") as directory:
+        program = Path(directory, "t.c")
+        program.write_text(text)
+        return _call([*command, "-static", "-o", str(program.with_suffix("")), str(program)]).returncode == 0
+
+
+def find_compiler(arch: str, *, static: bool = True) -> list[str] | None:
+    """The first of :func:`compilers` that works for *arch*."""
+    for command in compilers(arch):
+        if not static or links_statically(command):
+            return command
+    return None
+
+
+def build(arch: str, out: Path, *, variant: str = "release") -> Path:
+    """Compile the keeper for *arch* into the file *out*, which appears whole or not at all.
+
+    Raises:
+        KeeperBuildError: there is no compiler for it, or it failed.
+    """
+    if arch not in ARCHITECTURES:
+        raise KeeperBuildError(f"no keeper for architecture {arch!r}; known: {', '.join(ARCHITECTURES)}")
+    files = sources()
+    if not files:
+        raise KeeperBuildError(f"the keeper's sources are missing from {SOURCE}")
+    compiler = find_compiler(arch, static=variant != "asan")
+    if compiler is None:
+        raise KeeperBuildError(
+            f"nothing here can compile a static program for {arch}: install gcc with its static C library "
+            "(Debian: gcc libc6-dev, better musl-tools) or run: pip install ziglang"
+        )
+    out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    half = out.with_name(f".{out.name}.{os.getpid()}.{os.urandom(4).hex()}")
+    command = [*compiler, *_FLAGS, *VARIANTS[variant], f'-DRLS_SOURCE_DIGEST="{source_digest()}"']
+    try:
+        done = _call([*command, "-o", str(half), *map(str, files)])
+        if done.returncode != 0:
+            raise KeeperBuildError(f"compiling the keeper for {arch} failed:\n{done.stderr.strip()}")
+        half.chmod(0o755)
+        half.rename(out)
+    finally:
+        half.unlink(missing_ok=True)
+    return out
+
+
+def build_shipped(arch: str) -> Path:
+    """Compile into the package itself, beside a note of the sources it was made from."""
+    path = build(arch, SHIPPED / f"keeper-{arch}")
+    (SHIPPED / f"keeper-{arch}.digest").write_text(source_digest() + "\n")
+    return path
+
+
+def keeper_binary(arch: str | None = None, *, variant: str = "release") -> Path:
+    """A keeper program for *arch* (the machine's own), built from exactly the sources that lie here.
+
+    The one that came with the package when it fits; else one from the cache; else it is compiled into the
+    cache, once, which takes about a second with a system compiler.
+
+    Raises:
+        UnsupportedError: there is none and none can be made; the hint says what to install.
+    """
+    from .. import _paths
+    from ..errors import UnsupportedError
+
+    arch = machine() if arch is None else _SAME.get(arch, arch)
+    override = os.environ.get("RLSANDBOX_KEEPER")
+    if override and variant == "release" and arch == machine():
+        return Path(override)
+    digest = source_digest()
+    if variant == "release":
+        shipped = SHIPPED / f"keeper-{arch}"
+        note = SHIPPED / f"keeper-{arch}.digest"
+        if shipped.exists() and note.exists() and note.read_text().strip() == digest:
+            return shipped
+    cached = (
+        _paths.cache() / "keeper" / digest / f"keeper-{arch}{'' if variant == 'release' else '-' + variant}"
+    )
+    if cached.exists():
+        return cached
+    _paths.private_directory(cached.parent)
+    try:
+        return build(arch, cached, variant=variant)
+    except KeeperBuildError as error:
+        raise UnsupportedError(
+            str(error), kind="no_keeper", phase="provision", hint=f"rlsandbox keeper build --arch {arch}"
+        ) from error
+
+
+def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    except OSError as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
