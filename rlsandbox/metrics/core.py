@@ -7,9 +7,11 @@ exactly once, whoever else reads. Refuses: to invent a number for what did not h
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from .idle import IdleMeter, IdleWindow
 from .series import Samples, Series
 from .ttfc import PARTS, TtfcSample
 
@@ -28,18 +30,23 @@ class Snapshot:
 
     samples: dict[str, Samples] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
+    idle: IdleWindow | None = None
 
     @staticmethod
     def merge(parts: Iterable[Snapshot]) -> Snapshot:
         """One window out of those of several processes: counters add up, percentiles stay exact."""
         samples: dict[str, list[Samples]] = {}
         counters: dict[str, int] = {}
+        idle: list[IdleWindow] = []
         for part in parts:
+            if part.idle is not None:
+                idle.append(part.idle)
             for name, found in part.samples.items():
                 samples.setdefault(name, []).append(found)
             for name, n in part.counters.items():
                 counters[name] = counters.get(name, 0) + n
-        return Snapshot({name: Samples.merge(found) for name, found in samples.items()}, counters)
+        merged = {name: Samples.merge(found) for name, found in samples.items()}
+        return Snapshot(merged, counters, IdleWindow.merge(idle) if idle else None)
 
     def to_dict(self, prefix: str = "") -> dict[str, float]:
         """Flat names for a trainer's log: ``ttfc/p50``, ``claims``, ``failures/oom``; no sample, no name."""
@@ -47,6 +54,8 @@ class Snapshot:
         for name, samples in self.samples.items():
             flat.update(samples.summary().to_dict(f"{prefix}{name}/"))
         flat.update({prefix + name: float(n) for name, n in self.counters.items()})
+        if self.idle is not None:
+            flat.update(self.idle.to_dict(prefix))
         return flat
 
 
@@ -55,7 +64,12 @@ class Metrics:
 
     Counters have the names of what they count: ``claims``, ``never_started``, ``provisions``, ``resets``,
     ``recycled``, ``quarantined``, ``disposed``, ``failures/<kind>`` and whatever else is given to
-    :meth:`count`.
+    :meth:`count`. ``idle`` is the accelerator's idle meter; a trainer's integration feeds it, and without
+    one there is no idle ratio.
+
+    Args:
+        run: the pool's run, a label of whatever is exported.
+        gauges: called by exporters for what is so now (``ready``, ``claimed`` ...); from any thread.
     """
 
     ttfc: Series
@@ -64,7 +78,10 @@ class Metrics:
     prime: Series
     batch: Series
 
-    def __init__(self) -> None:
+    def __init__(self, *, run: str = "", gauges: Callable[[], Mapping[str, float]] | None = None) -> None:
+        self.run = run
+        self.gauges = gauges
+        self.idle = IdleMeter()
         self._series = {name: Series(name, help=text) for name, text in _SERIES.items()}
         for part in (*PARTS, "idle"):
             self._series[f"ttfc_{part}"] = Series(f"ttfc_{part}", help=f"The part {part} of claims.")
@@ -72,6 +89,7 @@ class Metrics:
             setattr(self, name, self._series[name])
         self._lock = threading.Lock()
         self._counters: dict[str, int] = {}
+        _living.add(self)
 
     def count(self, name: str, n: int = 1) -> None:
         """*n* more of the events called *name*."""
@@ -101,7 +119,8 @@ class Metrics:
 
     def snapshot(self) -> Snapshot:
         """Everything since the pool was made."""
-        return Snapshot({name: s.samples() for name, s in self._series.items()}, self.counters())
+        samples = {name: s.samples() for name, s in self._series.items()}
+        return Snapshot(samples, self.counters(), self.idle.total() if self.idle.used else None)
 
     def window(self) -> MetricsWindow:
         """A reader of its own for what happens from now on (a trainer's step, an exporter's interval)."""
@@ -119,6 +138,7 @@ class MetricsWindow:
         self._metrics = metrics
         self._windows = {name: series.window() for name, series in metrics.series().items()}
         self._counted = metrics.counters()
+        self._idle = metrics.idle.window()
 
     def pop(self) -> Snapshot:
         """What happened since the last :meth:`pop` (or since the window was made)."""
@@ -126,4 +146,14 @@ class MetricsWindow:
         counters = self._metrics.counters()
         new = {name: n - self._counted.get(name, 0) for name, n in counters.items()}
         self._counted = counters
-        return Snapshot(samples, {name: n for name, n in new.items() if n})
+        idle = self._idle.pop()
+        counted = {name: n for name, n in new.items() if n}
+        return Snapshot(samples, counted, idle if self._metrics.idle.used else None)
+
+
+_living: weakref.WeakSet[Metrics] = weakref.WeakSet()
+
+
+def living() -> list[Metrics]:
+    """The metrics of every pool of this process that is not gone, by run."""
+    return sorted(_living, key=lambda metrics: metrics.run)

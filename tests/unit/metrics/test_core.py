@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import pickle
 
 from rlsandbox.metrics import Metrics, Snapshot, TtfcSample
+from rlsandbox.metrics.core import living
 
 
 def test_names_of_the_flat_dictionary() -> None:
@@ -57,3 +59,25 @@ def test_windows_of_several_processes_add_up_exactly() -> None:
         "failures/kind1",
         "failures/kind2",
     }
+
+
+def test_the_idle_ratio_appears_once_somebody_says_what_goes_on() -> None:
+    metrics = Metrics()
+    window = metrics.window()
+    assert window.pop().idle is None
+    assert "idle_ratio" not in metrics.to_dict()
+    with metrics.idle.blocked():
+        pass
+    idle = window.pop().idle
+    assert idle is not None
+    assert idle.blocked_s > 0
+    assert 0 < metrics.to_dict()["idle_ratio"] < 1
+    assert Snapshot.merge([metrics.snapshot(), metrics.snapshot()]).idle is not None
+
+
+def test_the_living_are_known_until_they_are_gone() -> None:
+    metrics = Metrics(run="test-living")
+    assert metrics in living()
+    del metrics
+    gc.collect()
+    assert "test-living" not in [m.run for m in living()]
