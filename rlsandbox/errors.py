@@ -176,6 +176,29 @@ class ProcessesRunningError(SandboxStateError):
     default_kind = "processes_running"
 
 
+class LimitReachedError(SandboxError):
+    """The attempt has used up one of its :class:`~rlsandbox.Limits`; it ends as truncated and is graded as it is.
+
+    ``limit`` says which one: ``"steps"`` or ``"wall"``.
+    """
+
+    default_kind = "limit"
+    default_phase = "command"
+    default_infrastructure = False
+    limit: str = "steps"
+
+    def __init__(self, message: str = "", *args: Any, limit: str = "steps", **fields: Any) -> None:
+        super().__init__(message, *args, **fields)
+        self.limit = limit
+
+
+class LedgerError(SandboxError):
+    """The ledger cannot be written or read. Raised before work starts; during work it is a warning."""
+
+    default_kind = "ledger"
+    default_phase = "config"
+
+
 class SandboxFileError(SandboxError, OSError):
     """A file operation inside a sandbox failed. ``errno`` and ``filename`` are set.
 

@@ -9,7 +9,7 @@ of their own with a deadline. They run last-registered first, so a user's plugin
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -17,6 +17,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from .results import CommandResult, Failure, FileInfo, Record
+    from .sandbox import Snapshot
     from .task import Task
 
 PROJECT = "rlsandbox"
@@ -127,7 +128,12 @@ class Resetter(Inspector, Protocol):
 
 @dataclass(frozen=True)
 class Rollout:
-    """The attempt a hook is called for."""
+    """The attempt a hook is called for, and what ``sandbox.rollout`` is inside a policy.
+
+    Args:
+        attempt: 1 for the first.
+        state: what the last checkpoint of an earlier attempt kept, None when there was none.
+    """
 
     run: str
     task: Task
@@ -135,6 +141,21 @@ class Rollout:
     group: str
     attempt: int
     id: str = ""
+    state: Any = None
+    _checkpoint: Callable[[Any], Any] | None = field(default=None, repr=False, compare=False)
+
+    def checkpoint(self, state: Any = None) -> Snapshot:
+        """Keep the sandbox's files and a copy of *state*: should this attempt break, the next one starts there.
+
+        Raises:
+            SandboxStateError: called outside the policy that the rollout belongs to.
+        """
+        if self._checkpoint is None:
+            from .errors import SandboxStateError
+
+            raise SandboxStateError("checkpoint() works on sandbox.rollout, inside a policy of run_rollouts")
+        snapshot: Snapshot = self._checkpoint(state)
+        return snapshot
 
 
 class Specs:

@@ -10,6 +10,9 @@ from .spec import _Data
 
 Stream = Literal["stdout", "stderr"]
 Status = Literal["completed", "failed", "lost", "cancelled"]
+RolloutOutcome = Literal[
+    "rewarded", "unrewarded", "failed_by_task", "failed_by_infrastructure", "never_ran", "lost", "cancelled"
+]
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,32 @@ class Outcome(_Data):
 
 @dataclass(frozen=True)
 class Failure(_Data):
-    """Why a rollout did not complete."""
+    """Why a rollout did not complete.
+
+    ``cause`` is one line for people. Where an exception was behind it, ``error`` is its type as
+    ``module.Class``, ``message`` its text and ``traceback`` its printed traceback.
+    """
 
     kind: str
     phase: str
     cause: str
     retryable: bool
     infrastructure: bool
+    error: str = ""
+    message: str = field(default="", repr=False)
+    traceback: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
 class Record(_Data):
-    """The one end of one rollout that was asked for."""
+    """The one end of one rollout that was asked for.
+
+    Args:
+        attempts: attempts that were begun, those that never got a sandbox too.
+        reward: None when there is no grader or nothing could be measured; never a made-up 0.
+        truncated: the limit that ended the attempt (``"steps"``, ``"wall"``), else None.
+        ran: whether a policy was ever started for it.
+    """
 
     task_id: str
     index: int
@@ -110,3 +127,17 @@ class Record(_Data):
     ended_at: float = 0.0
     node: str | None = None
     image: str | None = None
+    truncated: str | None = None
+    ran: bool = True
+
+    @property
+    def outcome(self) -> RolloutOutcome:
+        """How it ended, in one word: what a trainer may and may not learn from."""
+        if not self.ran:
+            return "never_ran"
+        if self.status == "completed":
+            return "unrewarded" if self.reward is None else "rewarded"
+        if self.status == "failed":
+            innocent = self.failure is None or self.failure.infrastructure
+            return "failed_by_infrastructure" if innocent else "failed_by_task"
+        return self.status
