@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from ..errors import PoolClosedError
 from .idle import IdleMeter, IdleWindow
 from .series import Samples, Series
 from .ttfc import PARTS, TtfcSample
@@ -112,6 +113,13 @@ class Metrics:
     def counters(self) -> dict[str, int]:
         with self._lock:
             return dict(self._counters)
+
+    def now(self) -> dict[str, float]:
+        """What is so at this moment, by name; nothing once the pool is closed."""
+        try:
+            return dict(self.gauges()) if self.gauges is not None else {}
+        except PoolClosedError:
+            return {}
 
     def series(self) -> dict[str, Series]:
         """Every series by name, the parts of TTFC (``ttfc_queued`` ...) too."""

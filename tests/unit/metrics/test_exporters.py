@@ -1,0 +1,282 @@
+"""Exporters, scraped and received over real sockets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+
+from rlsandbox.errors import ConfigError, PoolClosedError, UnsupportedError
+from rlsandbox.metrics import (
+    JsonLines,
+    Metrics,
+    TtfcSample,
+    counters_table,
+    export_otel,
+    metrics_table,
+    serve_prometheus,
+    start_exporters,
+)
+
+
+def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    with urllib.request.urlopen(url, timeout=30) as answer:
+        text = answer.read().decode()
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+    return name, frozenset(labels.items())
+
+
+def filled(run: str = "r1") -> Metrics:
+    metrics = Metrics(run=run, gauges=lambda: {"ready": 3.0, "claimed": 2.0})
+    metrics.record_ttfc(TtfcSample(queued_s=0.5, started_s=0.25))
+    metrics.record_ttfc(TtfcSample(queued_s=30.0, never_started=True))
+    metrics.reset.add(0.0012)
+    metrics.count("claims", 2)
+    metrics.failure("claim_timeout")
+    return metrics
+
+
+def test_prometheus_scrape() -> None:
+    metrics = filled()
+    with serve_prometheus(SimpleNamespace(metrics=metrics), port=0) as exporter:
+        found = scrape(exporter.address)
+        assert found[key("rlsandbox_ttfc_seconds_count", run="r1")] == 2
+        assert found[key("rlsandbox_ttfc_seconds_sum", run="r1")] == 30.75
+        assert found[key("rlsandbox_ttfc_seconds_bucket", run="r1", le="0.5")] == 0
+        assert found[key("rlsandbox_ttfc_seconds_bucket", run="r1", le="1.0")] == 1
+        assert found[key("rlsandbox_ttfc_seconds_bucket", run="r1", le="+Inf")] == 2
+        assert found[key("rlsandbox_ttfc_exact_seconds", run="r1", statistic="p50")] == 0.75
+        assert found[key("rlsandbox_ttfc_exact_seconds", run="r1", statistic="max")] == 30
+        assert found[key("rlsandbox_ttfc_started_seconds_count", run="r1")] == 1
+        assert found[key("rlsandbox_claims_total", run="r1")] == 2
+        assert found[key("rlsandbox_never_started_total", run="r1")] == 1
+        assert found[key("rlsandbox_failures_total", run="r1", kind="claim_timeout")] == 1
+        assert found[key("rlsandbox_pool_ready", run="r1")] == 3
+        assert not [name for name, _ in found if name.startswith("rlsandbox_verify_exact")]
+        assert not [name for name, _ in found if "idle" in name and "ttfc" not in name]
+        metrics.reset.add(5.0)
+        with metrics.idle.blocked():
+            pass
+        again = scrape(exporter.address)
+        assert again[key("rlsandbox_reset_seconds_count", run="r1")] == 2
+        assert again[key("rlsandbox_reset_exact_seconds", run="r1", statistic="max")] == 5.0
+        assert again[key("rlsandbox_accelerator_idle_seconds_total", run="r1")] > 0
+        assert again[key("rlsandbox_ttfc_seconds_count", run="r1")] == 2
+        port = exporter.port
+    exporter.close()
+    assert port is not None
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", port)):
+        pass
+
+
+def test_pools_of_one_process_share_a_port_and_leave_it_one_by_one() -> None:
+    first, second = filled("r1"), filled("r2")
+    one = serve_prometheus(first, port=0)
+    assert one.port is not None
+    two = serve_prometheus(second, port=one.port)
+    again = serve_prometheus(first, port=one.port)  # a configured exporter and one in the script
+    counts = {labels for name, labels in scrape(two.address) if name == "rlsandbox_claims_total"}
+    assert counts == {frozenset({("run", "r1")}), frozenset({("run", "r2")})}
+    again.close()
+    assert key("rlsandbox_claims_total", run="r1") in scrape(two.address)
+    one.close()
+    assert key("rlsandbox_claims_total", run="r1") not in scrape(two.address)
+    two.close()
+
+
+def test_without_a_pool_every_pool_of_the_process_is_served() -> None:
+    with serve_prometheus(port=0) as exporter:
+        metrics = filled("made-later")
+        assert scrape(exporter.address)[key("rlsandbox_claims_total", run="made-later")] == 2
+        del metrics
+
+
+def test_a_closed_pool_has_numbers_but_no_state() -> None:
+    def closed() -> dict[str, float]:
+        raise PoolClosedError("closed")
+
+    metrics = filled()
+    metrics.gauges = closed
+    with serve_prometheus(metrics, port=0) as exporter:
+        found = scrape(exporter.address)
+    assert found[key("rlsandbox_claims_total", run="r1")] == 2
+    assert not [name for name, _ in found if name.startswith("rlsandbox_pool_")]
+
+
+def test_a_port_in_use_and_no_port_at_all() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
+            serve_prometheus(Metrics(), port=port)
+    with pytest.raises(ConfigError, match="65535"):
+        serve_prometheus(Metrics(), port=70000)
+    with pytest.raises(ConfigError, match="pool is needed, not int"):
+        serve_prometheus(3, port=0)
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'rlsandbox-pool\[prometheus\]'"):
+        serve_prometheus(Metrics(), port=0)
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.metrics", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.metric_exporter", None)
+    with pytest.raises(UnsupportedError, match=r"pip install 'rlsandbox-pool\[otel\]'"):
+        export_otel(Metrics(), endpoint="http://127.0.0.1:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.metric_exporter", None)
+    with pytest.raises(UnsupportedError, match=r"proto-grpc.*4318"):
+        export_otel(Metrics(), endpoint="http://otel:4317")
+    with pytest.raises(ConfigError, match="http or https URL"):
+        export_otel(Metrics(), endpoint="otel:4318")
+
+
+def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:
+    code = (
+        "import sys, rlsandbox.metrics;"
+        "print([m for m in sys.modules if m.split('.')[0] in"
+        " ('prometheus_client', 'opentelemetry', 'matplotlib', 'rich', 'numpy', 'pynvml')])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+class Collector:
+    """An OTLP/HTTP collector that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self.points: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        self.pushed = threading.Event()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if self.headers.get("Content-Encoding") == "gzip":
+                    body = gzip.decompress(body)
+                outer.take(self.path, body)
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None: ...
+
+        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    def take(self, path: str, body: bytes) -> None:
+        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+        assert path == "/v1/metrics"
+        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    data = getattr(metric, metric.WhichOneof("data"))
+                    for point in data.data_points:
+                        labels = tuple(sorted((a.key, a.value.string_value) for a in point.attributes))
+                        value = getattr(point, point.WhichOneof("value"))
+                        self.points.setdefault(metric.name, {})[labels] = value
+        self.pushed.set()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    made = Collector()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+    made.thread.join()
+
+
+def test_otel_pushes_the_same_numbers(collector: Collector) -> None:
+    metrics = filled()
+    with metrics.idle.blocked():
+        pass
+    endpoint = f"http://127.0.0.1:{collector.server.server_port}"
+    with export_otel(metrics, endpoint=endpoint, period_s=3600) as exporter:
+        assert exporter.address == endpoint + "/v1/metrics"
+    assert collector.pushed.wait(30)
+    run = ("run", "r1")
+    assert collector.points["rlsandbox.events"][("event", "claims"), run] == 2
+    assert collector.points["rlsandbox.failures"][("kind", "claim_timeout"), run] == 1
+    assert collector.points["rlsandbox.ttfc"][run, ("statistic", "max")] == 30
+    assert collector.points["rlsandbox.ttfc.count"][(run,)] == 2
+    assert collector.points["rlsandbox.ttfc.sum"][(run,)] == 30.75
+    assert collector.points["rlsandbox.pool"][("name", "ready"), run] == 3
+    assert collector.points["rlsandbox.accelerator"][run, ("state", "idle")] > 0
+    assert "rlsandbox.verify" not in collector.points
+
+
+def test_exporters_from_settings(collector: Collector) -> None:
+    assert start_exporters(Metrics()) == []
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        free = probe.getsockname()[1]
+    endpoint = f"http://127.0.0.1:{collector.server.server_port}"
+    started = start_exporters(filled(), prometheus_port=free, otlp_endpoint=endpoint)
+    assert key("rlsandbox_claims_total", run="r1") in scrape(started[0].address)
+    for exporter in started:
+        exporter.close()
+    with pytest.raises(ConfigError):
+        start_exporters(Metrics(), prometheus_port=free, otlp_endpoint="nowhere")
+    with pytest.raises(OSError, match="refused"), socket.create_connection(("127.0.0.1", free)):
+        pass
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    metrics = filled()
+    path = tmp_path / "numbers.jsonl"
+    with JsonLines(metrics, path) as lines:
+        metrics.count("claims", 5)
+        metrics.reset.add(2.0)
+        lines.write(step=1)
+        lines.write(step=2)
+    with JsonLines(metrics, path) as lines:
+        metrics.failure("oom")
+        lines.write(step=3)
+    lines.close()
+    first, second, third = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["run"], first["step"], first["claims"], first["reset/max"]) == ("r1", 1, 5, 2.0)
+    assert set(second) == {"time", "run", "step"}
+    assert third["failures/oom"] == 1
+    assert "claims" not in third
+    with pytest.raises(ConfigError, match="closed"):
+        lines.write()
+    with pytest.raises(ConfigError, match="nowhere"):
+        JsonLines(metrics, tmp_path / "nowhere" / "x.jsonl")
+    with pytest.raises(ConfigError, match="not None"):
+        JsonLines(None, path)
+
+
+def test_tables() -> None:
+    console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    metrics = filled()
+    with metrics.idle.busy():
+        pass
+    console.print(metrics_table(metrics, title="times"), counters_table(metrics))
+    text = console.export_text()
+    ttfc = next(line for line in text.splitlines() if "TTFC" in line)
+    assert "750 ms" in ttfc
+    assert ">=30 s" in ttfc
+    assert "verify" not in text
+    assert "failures/claim_timeout" in text
+    assert "accelerator idle ratio" in text
+    console.print(metrics_table(Metrics()), counters_table(None))
