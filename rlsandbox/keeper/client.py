@@ -1,0 +1,133 @@
+"""What one can ask of a keeper, over a :class:`~.connection.Connection`.
+
+Promises: nothing is ever sent twice; the loss of the stream turns every waiting call into
+:class:`SandboxDiedError` at once; a cancelled request is over (its processes gone) before the cancellation
+goes on; what is held in memory is bounded by what callers take. It refuses a keeper that breaks the protocol:
+the stream ends, the sandbox is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator
+from typing import Any
+
+from ..results import FileInfo
+from .channel import CommandChannel, Exit
+from .connection import CANCEL_GRACE_S, Connection, KeeperFailure, Welcome, facts_of
+from .frames import Entry, decode_entries, encode_fields
+from .wire import Op, Tag
+
+_KINDS: dict[str, Any] = {"f": "file", "d": "dir", "l": "symlink", "o": "other", "x": "deleted"}
+_NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EINVAL: no regular file there
+
+
+class KeeperClient(Connection):
+    """A sandbox's keeper. Make one with ``await KeeperClient.open(reader, writer)``."""
+
+    async def reset(self, layer: str = "", flags: int = 0) -> dict[str, int]:
+        """End the episode, throw its upper layer away, start the next on *layer*. Nanoseconds by step."""
+        reply = await self.call(Op.RESET, layer=layer, flags=flags)
+        return {k: int(v) for k, v in facts_of(reply).items() if v.isdigit()}
+
+    async def inspect(self) -> list[tuple[str, str]]:
+        """Facts about the episode from outside it, as (kind, text)."""
+        data, _ = await self.collect(Op.INSPECT)
+        lines = data.decode("ascii", "backslashreplace").splitlines()
+        return [(kind, text) for kind, _, text in (line.partition("\t") for line in lines) if kind]
+
+    async def changes(self, path: str = "/", *, limit: int | None = None) -> list[FileInfo]:
+        """What differs under *path* from the layers below; deletions have kind ``deleted``."""
+        data, _ = await self.collect(Op.CHANGES, path=path, limit=limit)
+        return [file_info(e) for e in decode_entries([bytes(data)])]
+
+    async def seal(self, layer: str, *, kill: bool = False) -> int:
+        """Seal the upper layer under a name; its bytes. FAIL EBUSY when processes run and not *kill*."""
+        reply = await self.call(Op.SEAL, layer=layer, flags=1 if kill else 0)
+        return reply.int(Tag.BYTES)
+
+    async def drop_layer(self, layer: str) -> None:
+        await self.call(Op.DROP_LAYER, layer=layer)
+
+    async def pause(self) -> None:
+        await self.call(Op.PAUSE)
+
+    async def resume(self) -> None:
+        await self.call(Op.RESUME)
+
+    async def outside_read(
+        self, path: str, *, baseline: bool = False, limit: int | None = None
+    ) -> bytes | None:
+        """Content seen from outside the episode (or of the layers below it); None when there is none."""
+        try:
+            data, _ = await self.collect(
+                Op.OUTSIDE_READ, path=path, flags=1 if baseline else 0, length=limit
+            )
+        except KeeperFailure as error:
+            if error.errno in _NO_SUCH_FILE:
+                return None
+            raise
+        return bytes(data)
+
+    async def outside_remove(self, path: str) -> None:
+        await self.call(Op.OUTSIDE_REMOVE, path=path)
+
+    async def kill_all(self) -> None:
+        """End every process of the episode but its first."""
+        await self.call(Op.KILL_ALL)
+
+    async def export(self) -> AsyncIterator[bytes]:
+        """The upper layer as a tar stream."""
+        channel = self.request(encode_fields({"op": Op.EXPORT}))
+        try:
+            while (item := await channel.recv()) is not None:
+                yield item[1]
+        finally:
+            if not channel.ended:
+                await channel.cancelled(CANCEL_GRACE_S)
+
+    async def import_layer(self, layer: str, tar: bytes | AsyncIterable[bytes]) -> int:
+        """Make a sealed layer of a tar stream; its bytes."""
+        return (await self.call(Op.IMPORT, layer=layer, content=tar)).int(Tag.BYTES)
+
+    async def read(
+        self, path: str, *, offset: int | None = None, length: int | None = None, user: str | None = None
+    ) -> bytes:
+        data, _ = await self.collect(Op.READ, path=path, offset=offset, length=length, user=user)
+        return bytes(data)
+
+    async def write(
+        self,
+        path: str,
+        content: bytes | AsyncIterable[bytes],
+        *,
+        mode: int | None = None,
+        user: str | None = None,
+        flags: int = 0,
+    ) -> int:
+        reply = await self.call(
+            Op.WRITE, content=content, path=path, file_mode=mode, user=user, flags=flags or None
+        )
+        return reply.int(Tag.SIZE)
+
+    async def list(self, path: str, *, user: str | None = None) -> list[FileInfo]:
+        data, _ = await self.collect(Op.LIST, path=path, user=user)
+        return [file_info(e) for e in decode_entries([bytes(data)])]
+
+    async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
+        data, _ = await self.collect(Op.STAT, path=path, user=user)
+        return next(file_info(e) for e in decode_entries([bytes(data)]))
+
+
+def file_info(entry: Entry) -> FileInfo:
+    return FileInfo(
+        name=entry.name.decode("utf-8", "surrogateescape"),
+        size=entry.size,
+        mode=entry.mode & 0o7777,
+        kind=_KINDS[entry.kind],
+        mtime_ns=entry.mtime_ns,
+        uid=entry.uid,
+        gid=entry.gid,
+    )
+
+
+__all__ = ["CommandChannel", "Exit", "KeeperClient", "KeeperFailure", "Welcome", "file_info"]
