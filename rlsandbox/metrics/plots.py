@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Sequence
+from typing import Any, Final, Protocol
 
-from ..errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from .series import Series
+from ..errors import ConfigError, UnsupportedError
+from .series import Series
 
 
 def axes(ax: Any = None) -> Any:
@@ -21,6 +21,15 @@ def axes(ax: Any = None) -> Any:
             "plots need matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
         ) from error
     return Figure(figsize=(7, 4), layout="constrained").add_subplot()
+
+
+def _legend(ax: Any) -> None:
+    """Below the axes, where it covers nothing; its lines thick enough to see their colour."""
+    legend = ax.legend(
+        loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3, frameon=False, fontsize="small"
+    )
+    for line in legend.get_lines():
+        line.set(linewidth=3, linestyle="-")
 
 
 def plot_series(series: Series, ax: Any = None) -> Any:
@@ -39,9 +48,96 @@ def plot_series(series: Series, ax: Any = None) -> Any:
     for name, color in (("p50", "tab:green"), ("p95", "tab:orange"), ("p99", "tab:red")):
         ax.axvline(getattr(summary, name), color=color, linestyle="--", linewidth=1,
                    label=f"{name} {summary.text(name)}")  # fmt: skip
-    if values[0] > 0 and values[-1] / values[0] > 50:
+    if (
+        values[0] > 0 and values[-1] > 50 * values[n // 2]
+    ):  # a long tail would press all else to the left edge
         ax.set_xscale("log")
+    else:
+        ax.set_xlim(left=0)
     ax.set_ylim(0, 1.02)
     ax.grid(alpha=0.3)
-    ax.legend(loc="lower right")
+    _legend(ax)
     return ax
+
+
+class RolloutRow(Protocol):
+    """What a timeline needs of a rollout's record."""
+
+    @property
+    def started_at(self) -> float: ...
+    @property
+    def ended_at(self) -> float: ...
+    @property
+    def ttfc_s(self) -> float | None: ...
+    @property
+    def status(self) -> str: ...
+
+
+COLORS: Final = {
+    "waiting": "#f2b134",
+    "completed": "#2f7fbf",
+    "failed": "#c8372d",
+    "lost": "#7b3294",
+    "cancelled": "#9a9a9a",
+}
+
+
+def plot_batch(records: Sequence[RolloutRow], ax: Any = None, *, origin: float | None = None) -> Any:
+    """The timeline of a batch: a line a rollout in the order of requests, waiting, then working."""
+    ax = axes(ax)
+    rows = sorted(records, key=lambda r: (r.started_at, r.ended_at))
+    ax.set_title(f"{len(rows)} rollouts" if rows else "no rollouts")
+    ax.set_xlabel("seconds since the first request")
+    ax.set_ylabel("rollout")
+    if not rows:
+        return ax
+    start = origin if origin is not None else rows[0].started_at
+    spans: dict[str, list[tuple[int, float, float]]] = {}
+    for y, row in enumerate(rows):
+        begin, end = row.started_at - start, max(row.ended_at, row.started_at) - start
+        waited = end - begin if row.ttfc_s is None else min(row.ttfc_s, end - begin)
+        if waited > 0 and row.ttfc_s is not None:
+            spans.setdefault("waiting", []).append((y, begin, begin + waited))
+        else:
+            waited = 0.0
+        spans.setdefault(row.status, []).append((y, begin + waited, end))
+    # As thick as a row is high, so that neither 4 nor 18,000 rollouts leave gaps or cover each other.
+    width = max(0.4, min(8.0, 200 / len(rows)))
+    for name in (*COLORS, *(set(spans) - set(COLORS))):
+        if name in spans:
+            ys, begins, ends = zip(*spans[name], strict=True)
+            label = f"{name} ({len(ys)})" if name != "waiting" else "waiting for the first command"
+            ax.hlines(ys, begins, ends, color=COLORS.get(name, "black"), linewidth=width, label=label)
+    ax.set_ylim(len(rows) - 0.5 + len(rows) * 0.02, -0.5 - len(rows) * 0.02)
+    ax.set_xlim(left=0)
+    _legend(ax)
+    return ax
+
+
+def save_run(records: Sequence[RolloutRow], path: str | os.PathLike[str] | None = None) -> Any:
+    """TTFC distribution and timeline of a run on one figure, written to *path* when given.
+
+    Rollouts that ended without a started command are the part of the distribution that is missing at 1.
+    """
+    left = axes()
+    figure = left.figure
+    figure.set_size_inches(12, 4.5)
+    figure.clear()
+    left, right = figure.subplots(1, 2)
+    series = Series("TTFC")
+    for record in records:
+        if record.ttfc_s is not None:
+            series.add(record.ttfc_s)
+    plot_series(series, left)
+    missing = len(records) - series.count
+    if missing:
+        left.set_title(f"{left.get_title()}, {missing} rollouts never started a command")
+    plot_batch(records, right)
+    if path is not None:
+        try:
+            figure.savefig(path, dpi=120)
+        except OSError as error:
+            raise ConfigError(f"cannot write the plot to {os.fspath(path)}: {error.strerror}") from error
+        except ValueError as error:
+            raise ConfigError(f"cannot write the plot to {os.fspath(path)}: {error}") from error
+    return figure
