@@ -1,3 +1,18 @@
-"""The built-in plugins: reset policies, verification and failure classification, through the public hooks."""
+"""The built-in plugins: reset policies, verification and failure classification, through the public hooks.
 
-BUILTIN: dict[str, object] = {}
+``Pool(block=["git"])`` switches one off by its name here.
+"""
+
+from . import core, credentials, git, network, processes, python, shell, tmp, workdir
+
+BUILTIN: dict[str, object] = {
+    "core": core,
+    "processes": processes,
+    "workdir": workdir,
+    "tmp": tmp,
+    "git": git,
+    "network": network,
+    "credentials": credentials,
+    "shell": shell,
+    "python": python,
+}

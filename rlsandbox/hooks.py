@@ -9,6 +9,8 @@ of their own with a deadline. They run last-registered first, so a user's plugin
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,6 +26,7 @@ PROJECT = "rlsandbox"
 hookspec = pluggy.HookspecMarker(PROJECT)
 _F = TypeVar("_F")
 hookimpl = pluggy.HookimplMarker(PROJECT)
+_ESCAPE = re.compile(r"\\x([0-9a-f]{2})")
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,17 @@ class Credentials:
         return f"Credentials(id={self.id!r}, env={sorted(self.env)}, files={sorted(self.files)})"
 
 
+def fact_fields(line: str) -> list[str]:
+    """The fields of a fact as they were; bytes that are no UTF-8 become surrogates, as in :func:`os.fsdecode`."""
+    if "\\" not in line:
+        return line.split("\t")
+    return [os.fsdecode(_ESCAPE.sub(_byte, item).encode("latin-1")) for item in line.split("\t")]
+
+
+def _byte(match: re.Match[str]) -> str:
+    return chr(int(match.group(1), 16))
+
+
 @dataclass(frozen=True)
 class ProcessInfo:
     """A process of the episode, seen from outside it."""
@@ -82,6 +96,8 @@ class Inspector(Protocol):
     task: Task | None
     mode: str
     """The reset mode: ``overlay``, ``userns``, ``manifest`` or ``replace``."""
+    credentials: Sequence[Credentials]
+    """What earlier episodes of this sandbox held; their values must be nowhere any more."""
 
     def changed(self, under: str = "/") -> Iterable[FileInfo]:
         """What differs from the baseline under a path; deletions have kind ``deleted``."""
@@ -94,7 +110,10 @@ class Inspector(Protocol):
     def sockets(self) -> Iterable[SocketInfo]: ...
 
     def facts(self, kind: str) -> Sequence[str]:
-        """Raw facts of one kind (``mount``, ``ipc``, ``ns``, ``env``, ``fd``, ``key``, ``limit`` ...), a line each."""
+        """Raw facts of one kind (``mount``, ``ipc``, ``ns``, ``env``, ``fd``, ``key``, ``limit`` ...), a line each.
+
+        :func:`fact_fields` splits a line.
+        """
         ...
 
     def baseline_facts(self, kind: str) -> Sequence[str]:
