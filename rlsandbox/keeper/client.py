@@ -21,6 +21,12 @@ _KINDS: dict[str, Any] = {"f": "file", "d": "dir", "l": "symlink", "o": "other",
 _NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EINVAL: no regular file there
 
 
+class Changes(list[FileInfo]):
+    """The changed paths an answer held; ``count``: how many there are in truth."""
+
+    count: int
+
+
 class KeeperClient(Connection):
     """A sandbox's keeper. Make one with ``await KeeperClient.open(reader, writer)``."""
 
@@ -35,10 +41,12 @@ class KeeperClient(Connection):
         lines = data.decode("ascii", "backslashreplace").splitlines()
         return [(kind, text) for kind, _, text in (line.partition("\t") for line in lines) if kind]
 
-    async def changes(self, path: str = "/", *, limit: int | None = None) -> list[FileInfo]:
+    async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes:
         """What differs under *path* from the layers below; deletions have kind ``deleted``."""
-        data, _ = await self.collect(Op.CHANGES, path=path, limit=limit)
-        return [file_info(e) for e in decode_entries([bytes(data)])]
+        data, reply = await self.collect(Op.CHANGES, path=path, limit=limit)
+        found = Changes(file_info(e) for e in decode_entries([bytes(data)]))
+        found.count = reply.int(Tag.COUNT, len(found))
+        return found
 
     async def seal(self, layer: str, *, kill: bool = False) -> int:
         """Seal the upper layer under a name; its bytes. FAIL EBUSY when processes run and not *kill*."""
@@ -130,4 +138,4 @@ def file_info(entry: Entry) -> FileInfo:
     )
 
 
-__all__ = ["CommandChannel", "Exit", "KeeperClient", "KeeperFailure", "Welcome", "file_info"]
+__all__ = ["Changes", "CommandChannel", "Exit", "KeeperClient", "KeeperFailure", "Welcome", "file_info"]

@@ -7,7 +7,7 @@ kinds it does not know: a newer keeper may tell more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import SandboxError
@@ -35,16 +35,11 @@ class Facts:
     lines: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @classmethod
-    def parse(cls, raw: bytes) -> Facts:
-        try:
-            text = raw.decode("ascii")
-        except UnicodeDecodeError as error:
-            raise _broken(f"the keeper's facts are not ASCII: {error}") from error
+    def of_lines(cls, told: Iterable[tuple[str, str]]) -> Facts:
+        """From pairs of a line's kind and the rest of it."""
         lines: dict[str, list[str]] = {}
-        for line in text.split("\n"):
-            if line:
-                kind, _, rest = line.partition("\t")
-                lines.setdefault(kind, []).append(rest)
+        for kind, rest in told:
+            lines.setdefault(kind, []).append(rest)
         return cls({kind: tuple(rest) for kind, rest in lines.items()})
 
     def of(self, kind: str) -> tuple[str, ...]:

@@ -11,11 +11,13 @@ Hooks are synchronous and the keeper's client is not: a call that needs the clie
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from ..errors import SandboxDiedError, SandboxError, SandboxFileError, UnsupportedError
+from ..errors import SandboxError, UnsupportedError
 from ..hooks import Credentials, ProcessInfo, SocketInfo
+from ..keeper.client import Changes, KeeperFailure
 from ..results import CommandResult, FileInfo
 from .facts import Facts
 
@@ -29,22 +31,15 @@ MAX_CHANGES = 20_000
 """Changed paths asked for at once: what a hook gets to see of a rollout that wrote a million files."""
 
 
-class ChangeList(Protocol):
-    """The first entries of a CHANGES answer and how many there are in truth."""
-
-    @property
-    def entries(self) -> Sequence[FileInfo]: ...
-    @property
-    def count(self) -> int: ...
-
-
 class Keeper(Protocol):
-    """The part of the keeper's client that this room uses."""
+    """The part of :class:`~rlsandbox.keeper.client.KeeperClient` that this room uses."""
 
     async def reset(self, layer: str = "") -> object: ...
-    async def inspect(self) -> bytes: ...
-    async def changes(self, path: str = "/", limit: int = 0) -> ChangeList: ...
-    async def outside_read(self, path: str, *, baseline: bool = False, limit: int = 0) -> bytes: ...
+    async def inspect(self) -> list[tuple[str, str]]: ...
+    async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes: ...
+    async def outside_read(
+        self, path: str, *, baseline: bool = False, limit: int | None = None
+    ) -> bytes | None: ...
     async def outside_remove(self, path: str) -> None: ...
     async def kill_all(self) -> None: ...
 
@@ -60,7 +55,7 @@ class NeedsThread(Exception):
 
 
 async def inspect(keeper: Keeper) -> Facts:
-    return Facts.parse(await keeper.inspect())
+    return Facts.of_lines(await keeper.inspect())
 
 
 class OutsideInspector:
@@ -120,24 +115,16 @@ class OutsideInspector:
         return self._baseline.facts.of(kind)
 
     def read(self, path: str, limit: int = 1 << 20) -> bytes | None:
-        return self._content(path, limit, baseline=False)
+        return self._call(lambda: self._keeper.outside_read(path, limit=limit))
 
     def baseline(self, path: str, limit: int = 1 << 20) -> bytes | None:
-        return self._content(path, limit, baseline=True)
-
-    def _content(self, path: str, limit: int, *, baseline: bool) -> bytes | None:
-        try:
-            return self._call(lambda: self._keeper.outside_read(path, baseline=baseline, limit=limit))
-        except (SandboxDiedError, UnsupportedError):
-            raise
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+        return self._call(lambda: self._keeper.outside_read(path, baseline=True, limit=limit))
 
     def _all_changes(self) -> list[FileInfo]:
         if self._changes is None:
-            found = self._call(lambda: self._keeper.changes("/", MAX_CHANGES))
-            self._changes = list(found.entries)
-            self.more_changes = max(0, found.count - len(self._changes))
+            found = self._call(lambda: self._keeper.changes("/", limit=MAX_CHANGES))
+            self._changes = list(found)
+            self.more_changes = max(0, found.count - len(found))
         return self._changes
 
     def _call(self, make: Callable[[], Awaitable[_T]]) -> _T:
@@ -179,8 +166,8 @@ class OutsideResetter(OutsideInspector):
             return
         try:
             self._call(lambda: self._keeper.outside_remove(gone))
-        except SandboxFileError as error:
-            if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        except KeeperFailure as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
         if self._changes is not None:
             self._changes = [e for e in self._changes if e.name != gone and not e.name.startswith(gone + "/")]

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlsandbox.errors import file_error
+from rlsandbox.keeper.client import Changes, KeeperFailure
 from rlsandbox.results import FileInfo
 
 CLEAN = """
@@ -34,12 +34,6 @@ uts\tsandbox\t(none)
 net\tif\tlo\tup
 cgroup\t/
 """
-
-
-@dataclass
-class Changes:
-    entries: list[FileInfo]
-    count: int
 
 
 @dataclass
@@ -76,7 +70,7 @@ class FakeKeeper:
         self.episode += 1
         return {}
 
-    async def inspect(self) -> bytes:
+    async def inspect(self) -> list[tuple[str, str]]:
         await self._called("inspect")
         text = CLEAN.format(episode=self.episode)
         for old, new in self.replace.items():
@@ -84,25 +78,28 @@ class FakeKeeper:
             text = text.replace(old, new)
         if self.files:
             text = text.replace("upper\t/\t0", f"upper\t/\t{len(self.files)}")
-        return (text + "\n".join(self.extra)).encode("ascii")
+        lines = [*text.splitlines(), *self.extra]
+        return [(kind, rest) for kind, _, rest in (line.partition("\t") for line in lines) if kind]
 
-    async def changes(self, path: str = "/", limit: int = 0) -> Changes:
+    async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes:
         await self._called("changes")
         every = sorted(self.files.values(), key=lambda f: f.name)
-        return Changes(every[:limit] if limit else every, len(every) + self.hidden)
+        found = Changes(every[:limit])
+        found.count = len(every) + self.hidden
+        return found
 
-    async def outside_read(self, path: str, *, baseline: bool = False, limit: int = 0) -> bytes:
+    async def outside_read(
+        self, path: str, *, baseline: bool = False, limit: int | None = None
+    ) -> bytes | None:
         await self._called("outside_read")
         held = self.below if baseline else {**self.below, **self.content}
-        if path not in held:
-            raise file_error(2, path)
-        return held[path][:limit]
+        return held[path][:limit] if path in held else None
 
     async def outside_remove(self, path: str) -> None:
         await self._called("outside_remove")
         gone = [name for name in self.files if name == path or name.startswith(path + "/")]
         if not gone:
-            raise file_error(2, path)
+            raise KeeperFailure(f"{path}: no such file", errno=2)
         for name in gone:
             del self.files[name]
             self.content.pop(name, None)

@@ -332,11 +332,11 @@ async def test_no_baseline_is_taken_of_a_sandbox_in_use(extra: str, why: str) ->
     assert caught.value.kind == "baseline"
 
 
-@pytest.mark.parametrize("raw", [b"episode\t\xff\n", b"process\t1\t2\n", b"episode\t1\n"])
-async def test_facts_that_make_no_sense_are_errors(raw: bytes) -> None:
+@pytest.mark.parametrize("raw", [("process", "1\t2"), ("upper", "/"), ("episode", "1")])
+async def test_facts_that_make_no_sense_are_errors(raw: tuple[str, str]) -> None:
     class Odd(FakeKeeper):
-        async def inspect(self) -> bytes:
-            return raw
+        async def inspect(self) -> list[tuple[str, str]]:
+            return [raw]
 
     with pytest.raises(SandboxError) as caught:
         await take_baseline(Odd(), mode="overlay")
