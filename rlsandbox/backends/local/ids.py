@@ -1,0 +1,80 @@
+"""Whose files a sandbox's files are on this machine's disk.
+
+``real``: we are root, files carry the ids that the image names, and the keeper shows them through an idmapped
+mount. ``range``: an ordinary user with newuidmap and a range in /etc/subuid; inside, 0 is the user and 1.. the
+range. ``one``: everything belongs to the one user that we are; inside, that is root and there is nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+from dataclasses import dataclass
+
+SIZE = 65536
+
+
+@dataclass(frozen=True)
+class IdMap:
+    """How ids inside map to ids of the machine.
+
+    Args:
+        kind: ``real``, ``range`` or ``one``.
+        uids: (first id inside, first id outside, how many) triples; empty for ``real``.
+        gids: the same for groups.
+    """
+
+    kind: str
+    uids: tuple[tuple[int, int, int], ...] = ()
+    gids: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Part of the names of cache entries: unpacked files differ by it."""
+        return self.kind if self.kind != "range" else f"range-{self.uids[1][1]}-{self.gids[1][1]}"
+
+    @property
+    def namespace(self) -> bool:
+        """Whether files are made and removed from within a user namespace of this map."""
+        return self.kind == "range"
+
+
+def detect() -> IdMap:
+    """The best map that this process could have; the keeper's hub decides which one it is."""
+    uid, gid = os.geteuid(), os.getegid()
+    if uid == 0:
+        return IdMap("real")
+    name = _name(uid)
+    ranges = [_subordinate(path, name, uid) for path in ("/etc/subuid", "/etc/subgid")]
+    if all(ranges) and shutil.which("newuidmap") and shutil.which("newgidmap"):
+        (ustart, ucount), (gstart, gcount) = (found for found in ranges if found is not None)
+        return IdMap("range", ((0, uid, 1), (1, ustart, ucount)), ((0, gid, 1), (1, gstart, gcount)))
+    return one(uid, gid)
+
+
+def one(uid: int, gid: int) -> IdMap:
+    return IdMap("one", ((0, uid, 1),), ((0, gid, 1),))
+
+
+def _name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _subordinate(path: str, name: str, uid: int) -> tuple[int, int] | None:
+    """The first range of *name* (or *uid*) in *path*, as the keeper's hub reads it."""
+    try:
+        with open(path) as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        fields = line.strip().split(":")
+        if len(fields) == 3 and fields[0] in (name, str(uid)) and fields[1].isdigit() and fields[2].isdigit():
+            count = min(int(fields[2]), SIZE - 1)
+            if count > 0:
+                return int(fields[1]), count
+    return None

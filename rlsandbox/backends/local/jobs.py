@@ -1,0 +1,238 @@
+"""What the worker process does. Imports only the standard library and its own few modules."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from ...errors import ImageError, ProvisionError, SandboxError
+from . import archive, base, fitting
+from .layers import Unpacker
+from .view import OPAQUE
+
+CLONE_NEWUSER = 0x10000000
+MAX_LOWERS = 16  # of one image: every lookup that misses asks each of them
+
+
+def main() -> None:
+    """One request on stdin, one answer on stdout; ends when the parent is gone."""
+    request = json.loads(sys.stdin.readline())
+    if request["namespace"]:
+        _enter_namespace()
+    threading.Thread(target=_watch, args=(sys.stdin,), daemon=True).start()
+    os.umask(0o022)
+    try:
+        answer: dict[str, Any] = {"result": JOBS[request["job"]](**request["arguments"])}
+    except SandboxError as error:
+        kind = "image" if isinstance(error, ImageError) else "provision"
+        answer = {"error": kind, "message": error.message, "kind": error.kind, "hint": error.hint}
+    except OSError as error:
+        what = f"{error.filename}: " if error.filename else ""
+        hint = "free some space or set RLSANDBOX_CACHE" if error.errno == errno.ENOSPC else ""
+        answer = {"error": "provision", "kind": "", "hint": hint}
+        answer["message"] = f"{request['job']}: {what}{error.strerror or error}"
+    sys.stdout.write(json.dumps(answer))
+    sys.stdout.flush()
+
+
+def _enter_namespace() -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER) != 0:
+        raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWUSER) failed")
+    print("map", flush=True)
+    if sys.stdin.readline() != "go\n":
+        sys.exit(1)
+    os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+
+
+def _watch(stdin: TextIO) -> None:
+    stdin.read()
+    os._exit(1)  # the parent is gone, or has given the job up
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """An exclusive lock between processes; the file stays."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def scratch(cache: Path) -> Iterator[Path]:
+    """A private directory that is removed at the end; those of killed workers are removed now."""
+    top = cache / "tmp"
+    top.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for left in top.glob("*.lock"):
+        with open(left) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                continue
+            remove(str(left.with_suffix("")))
+            left.unlink(missing_ok=True)
+    place = top / f"{os.getpid()}-{os.urandom(4).hex()}"
+    with open(place.with_suffix(".new"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.rename(place.with_suffix(".new"), place.with_suffix(".lock"))  # nobody sees it unlocked
+        place.mkdir(mode=0o700)
+        try:
+            yield place
+        finally:
+            remove(str(place))
+            place.with_suffix(".lock").unlink(missing_ok=True)
+
+
+def image(*, path: str, ref: str | None, machine: str, cache: str, key: str, owners: bool) -> dict[str, Any]:
+    """Unpack what is missing of an image; its config and its lower directories, topmost first."""
+    top = Path(cache)
+    with scratch(top) as place, archive.open_store(Path(path), place) as store:
+        info = archive.read_info(store, path, ref, machine)
+        form = "overlay" if _overlay_marks(place) else "apply"
+        home = top / "layers" / f"{key}-{form}"
+        chains = archive.chain_ids(info.layers)
+        # The bottom ones together when there are too many, or when deletions cannot be marked here.
+        together = len(chains) if form == "apply" else max(1, len(chains) - MAX_LOWERS + 1)
+        steps = [(0, together)] if chains else []
+        steps += [(n, n + 1) for n in range(together, len(chains))]
+        lowers: list[str] = []
+        for first, last in steps:
+            name = chains[last - 1] if last - first == 1 else f"{chains[last - 1]}-flat"
+            done = home / name
+            with locked(top / "locks" / f"{key}-{form}-{name}"):
+                if not done.is_dir():
+                    with scratch(top) as half:
+                        fill = half / "layer"
+                        fill.mkdir(mode=0o700)
+                        (fill / "root").mkdir(mode=0o755)
+                        for layer in info.layers[first:last]:
+                            _unpack(store, layer, fill / "root", half, path, lowers, owners, last - first > 1)
+                        _finish(fill, done)
+            if next(os.scandir(done / "root"), None) is not None:
+                lowers.insert(0, str(done / "root"))
+        if not lowers:  # an image of nothing is an image
+            empty = home / "empty" / "root"
+            empty.mkdir(mode=0o755, parents=True, exist_ok=True)
+            lowers = [str(empty)]
+    config = info.config.get("config")
+    return {
+        "config": config if isinstance(config, dict) else {},
+        "lowers": lowers,
+        "digest": chains[-1] if chains else "",
+    }
+
+
+def _unpack(
+    store: archive.Store,
+    layer: archive.LayerBlob,
+    root: Path,
+    half: Path,
+    shown: str,
+    lowers: list[str],
+    owners: bool,
+    together: bool,
+) -> None:
+    tar = half / "layer.tar"
+    archive.fetch_layer(store, layer, tar, shown)
+    what = f"{shown}: layer {layer.name}"
+    form = "apply" if together else "overlay"
+    with Unpacker(root, form=form, lowers=[] if together else lowers, owners=owners, shown=what) as unpacker:
+        unpacker.unpack(tar)
+    tar.unlink()
+
+
+def _finish(fill: Path, done: Path) -> None:
+    """Move the whole entry *fill* to its name, after its content is on the disk."""
+    done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(fill, os.O_RDONLY)
+    try:
+        ctypes.CDLL(None).syncfs(fd)  # a name that outlives a power cut must not outlive its content
+    finally:
+        os.close(fd)
+    os.rename(fill, done)
+
+
+def _overlay_marks(place: Path) -> bool:
+    """Whether whiteouts and opaque directories can be made here, by making them."""
+    sample = place / "mark"
+    sample.mkdir()
+    try:
+        os.setxattr(sample, OPAQUE, b"y")
+        os.mknod(sample / "whiteout", stat.S_IFCHR, 0)
+    except OSError:
+        return False
+    finally:
+        shutil.rmtree(sample)
+    return True
+
+
+def remove(path: str) -> None:
+    """Remove the tree *path*, whatever the modes of its directories. What is gone is no error."""
+    if not os.path.isdir(path) or os.path.islink(path):
+        Path(path).unlink(missing_ok=True)
+        return
+    if os.geteuid() != 0:
+        os.chmod(path, 0o700)
+        for top, names, _ in os.walk(path):
+            for name in names:
+                if not os.path.islink(where := os.path.join(top, name)):
+                    os.chmod(where, 0o700)
+    shutil.rmtree(path)
+
+
+def host(*, cache: str, key: str, owners: bool, network: str) -> dict[str, Any]:
+    """The host's base for *network*, made when it is not there yet or this machine's /etc has changed."""
+    items, overlays = base.plan(network)
+    digest = base.digest(items, overlays)
+    root = _made(Path(cache), f"base/{key}/{digest}", lambda place: base.make(items, place, owners))
+    return {"lowers": [root], "overlays": overlays, "digest": digest}
+
+
+def fit(
+    *,
+    cache: str,
+    key: str,
+    owners: bool,
+    lowers: list[str],
+    points: list[list[str]],
+    network: str,
+    whole: bool,
+) -> dict[str, Any]:
+    """A top layer with the mount *points* [path, kind] that *lowers* lack; *whole*: and what any root needs."""
+    items, targets = fitting.plan(lowers, [(path, kind) for path, kind in points], network, whole=whole)
+    if not items:
+        return {"lowers": lowers, "targets": targets}
+    digest = hashlib.sha256(repr((fitting.VERSION, items)).encode()).hexdigest()[:32]
+    root = _made(Path(cache), f"fit/{key}/{digest}", lambda place: base.make(items, place, owners))
+    return {"lowers": [root, *lowers], "targets": targets}
+
+
+def _made(top: Path, name: str, fill: Callable[[Path], None]) -> str:
+    """The directory ``root`` of cache entry *name*, filled once."""
+    done = top / name
+    with locked(top / "locks" / name.replace("/", "-")):
+        if not done.is_dir():
+            with scratch(top) as place:
+                root = place / "entry" / "root"
+                root.mkdir(mode=0o755, parents=True)
+                fill(root)
+                _finish(place / "entry", done)
+    return str(done / "root")
+
+
+JOBS: dict[str, Callable[..., Any]] = {"image": image, "remove": remove, "host": host, "fit": fit}
