@@ -82,7 +82,8 @@ class Spec(_Data):
         env: environment of every command.
         isolation: ``"auto"`` (the best there is, never none), ``"namespaces"``, ``"gvisor"``, or
             ``"none"`` (asked for by that name only).
-        expose: host paths shown read-only at the same place (local backend).
+        expose: host paths shown read-only at the same place (local backend); the word ``"python"`` stands
+            for the running Python (``sys.prefix``, ``sys.base_prefix``), first in ``PATH``.
         labels: free; part of the identity.
     """
 
@@ -110,8 +111,8 @@ class Spec(_Data):
         if isinstance(self.expose, str):
             raise ConfigError("Spec.expose must be a tuple of paths, not one string")
         for path in self.expose:
-            if not str(path).startswith("/") or "\0" in str(path):
-                raise ConfigError(f"Spec.expose: {path!r} is not an absolute path")
+            if path != "python" and (not str(path).startswith("/") or "\0" in str(path)):
+                raise ConfigError(f"Spec.expose: {path!r} is neither an absolute path nor 'python'")
         object.__setattr__(self, "expose", tuple(str(path) for path in self.expose))
         for name in ("env", "labels"):
             object.__setattr__(self, name, _strings(getattr(self, name), f"Spec.{name}"))

@@ -72,9 +72,7 @@ class Backend(ABC):
     async def list(self, labels: Mapping[str, str]) -> Sequence[Member]:
         """Members that carry all of *labels*; may lag behind."""
 
-    async def adopt(
-        self, spec: Spec, *, labels: Mapping[str, str], deadline: float
-    ) -> Member | None:
+    async def adopt(self, spec: Spec, *, labels: Mapping[str, str], deadline: float) -> Member | None:
         """A member of the place's own warm pool, or None."""
         return None
 

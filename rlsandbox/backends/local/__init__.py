@@ -1,0 +1,5 @@
+"""Sandboxes on this machine: no daemon, as root or not."""
+
+from .backend import Local
+
+__all__ = ["Local"]

@@ -1,7 +1,8 @@
 """Reads images: an OCI layout (directory or tar) or a ``docker save`` archive, compressed or not.
 
-Promises: every digest that the image states is checked, blobs are found by digest or by a name inside the archive
-only, and whatever is wrong is one :class:`ImageError` that says what and where. Runs in the worker process.
+Promises: every digest that the image states is checked, blobs are found by digest or by a name inside the
+archive only, and whatever is wrong is one :class:`ImageError` that says what and where. Runs in the worker
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from ...errors import ImageError
 
@@ -51,8 +52,8 @@ class _Member(tarfile.TarInfo):
 
     def _block(self, count: int) -> int:
         if count < 0:
-            raise tarfile.SubsequentHeaderError("a member has a negative size")
-        return super()._block(count)  # type: ignore[misc, no-any-return]
+            raise ValueError("a member has a negative size")
+        return super()._block(count)  # type: ignore[misc, no-any-return, unused-ignore]
 
 
 def open_tar(path: Path, shown: str) -> tarfile.TarFile:
@@ -61,21 +62,39 @@ def open_tar(path: Path, shown: str) -> tarfile.TarFile:
     tarfile takes a broken header for the end of the archive; here it is an error.
     """
     try:
-        tar = tarfile.open(path, "r:", tarinfo=_Member)  # noqa: SIM115 - the caller's
-        members = tar.getmembers()
-    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        tar = tarfile.open(path, "r:", tarinfo=_Member)  # noqa: SIM115 - the caller's, when all is well
+    except (tarfile.TarError, EOFError, ValueError) as error:
         raise ImageError(f"{shown} is no readable tar archive: {error or 'it is cut off'}") from error
+    try:
+        members = tar.getmembers()
+        _check_whole(tar, members, path, shown)
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
+        tar.close()
+        raise ImageError(f"{shown} is no readable tar archive: {error or 'it is cut off'}") from error
+    except BaseException:
+        tar.close()
+        raise
+    return tar
+
+
+def _check_whole(tar: tarfile.TarFile, members: Sequence[tarfile.TarInfo], path: Path, shown: str) -> None:
     last = members[-1].name if members else "its start"
     with open(path, "rb") as file:
-        file.seek(tar.offset)  # type: ignore[attr-defined]
+        file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE).strip(b"\0"):
             raise ImageError(f"{shown} is damaged or cut off after {last!r}")
     size = path.stat().st_size
     for member in members:
-        stored = sum(part[1] for part in member.sparse) if getattr(member, "sparse", None) else member.size
+        holes = holes_of(member)
+        stored = sum(part for _, part in holes) if holes is not None else member.size
         if member.isreg() and member.offset_data + stored > size:
             raise ImageError(f"{shown} is cut off in the middle of {member.name!r}")
-    return tar
+
+
+def holes_of(member: tarfile.TarInfo) -> list[tuple[int, int]] | None:
+    """(offset, size) of what a sparse member stores; None for an ordinary one."""
+    found: list[tuple[int, int]] | None = getattr(member, "sparse", None)
+    return found
 
 
 class Store(Protocol):
@@ -130,7 +149,7 @@ def decompressed(raw: IO[bytes], what: str) -> IO[bytes]:
     head = raw.read(6)
     raw.seek(-len(head), os.SEEK_CUR)
     if head.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=raw)
+        return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
     if head.startswith(b"\x28\xb5\x2f\xfd"):
         return _zstd(raw, what)
     if head.startswith(b"BZh"):
@@ -218,7 +237,7 @@ def open_store(path: Path, scratch: Path) -> Iterator[Store]:
 
 
 def read_info(store: Store, shown: str, ref: str | None, machine: str) -> ImageInfo:
-    """What the image in *store* is made of. *ref* picks one of several; *machine* one of several platforms."""
+    """What the image in *store* is made of; *ref* picks one of several, *machine* one of its platforms."""
     names = store.names()
     if "manifest.json" in names and (ref is not None or "index.json" not in names):
         config_name, layer_names = _docker_manifest(_json(store, "manifest.json", shown), shown, ref)

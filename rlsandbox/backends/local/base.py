@@ -1,9 +1,9 @@
-"""The host's base: what of this machine an episode sees when no image is named. An allow-list; all else is empty.
+"""The host's base: what of this machine an episode sees when no image is named, by an allow-list.
 
-``/usr`` (with ``/bin``, ``/sbin``, ``/lib*`` as they are) and the package manager's own records are lower directories of
-overlays, so programs and packages are the machine's own. Everything else is a small directory made here: an ``/etc``
-of chosen, world-readable files, accounts of the system only and without passwords, an empty ``/home``, ``/root``,
-``/tmp``, ``/var``, ``/workspace``. Runs in the worker process.
+``/usr`` (with ``/bin``, ``/sbin``, ``/lib*`` as they are) and the package manager's own records are lower
+directories of overlays, so programs and packages are the machine's own. Everything else is a small directory
+made here: an ``/etc`` of chosen, world-readable files, accounts of the system only and without passwords, an
+empty ``/home``, ``/root``, ``/tmp``, ``/var``, ``/workspace``. Runs in the worker process.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ ETC = (
     *("emacs", "vim", "nanorc", "fonts", "X11/rgb.txt", "X11/xkb", "groff", "manpath.config", "gdb"),
     *("bash_completion.d", "bindresvport.blacklist", "mke2fs.conf", "gss", "gprofng.rc"),
 )
-# Credentials that people write into world-readable files: none of these names, no file with a password in a URL,
-# and in the directories that sites fill themselves none that seems to set one.
+# Credentials that people write into world-readable files: none of these names, no file with a password in a
+# URL, and in the directories that sites fill themselves none that seems to set one.
 _NEVER = re.compile(r"^auth\.conf|credential|secret|\.key$|token|netrc", re.IGNORECASE)
 _URL_PASSWORD = re.compile(rb"://[^/\s:@]+:[^/\s@]+@")
 _SETS_ONE = re.compile(rb"(?i)(password|passwd|secret|token|api[_-]?key)[\w-]*\s*[=:>]\s*[\"']?[\w$]")

@@ -1,12 +1,11 @@
 """What a root has to have on top of its layers: mount points, and for an image what any root needs.
 
-Everything is computed against the merged view of the layers, with links followed inside it only, so that no mount
-point of ours can be led elsewhere by the image. Runs in the worker process.
+Everything is computed against the merged view of the layers, with links followed inside it only, so that no
+mount point of ours can be led elsewhere by the image. Runs in the worker process.
 """
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from .base import Item, names
 from .view import MAX_LINKS, Found, View, split
 
 VERSION = 1
-# Where the keeper mounts. They must be directories of the root itself: a link there would lead a mount astray.
+# Where the keeper mounts: directories of the root itself, since a link would lead a mount astray.
 _MOUNTS = {"proc": 0o555, "sys": 0o555, "dev": 0o755, "tmp": 0o1777}
 _NEEDED = {"run": 0o755, "root": 0o700, "var": 0o755, "var/tmp": 0o1777, "etc": 0o755, "home": 0o755}
 _PASSWD = "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/false\n"
@@ -100,7 +99,7 @@ class _Fit:
     def _parents(self, where: str, *, open_up: bool = False, only_if_shut: bool = False) -> None:
         """Carry the directories above *where* into this layer as they are below.
 
-        *open_up*: anybody may pass through them; *only_if_shut*: only when one of them has to be opened for that.
+        *open_up*: anybody may pass through them; *only_if_shut*: only when one of them has to be opened.
         """
         parts = where.split("/")
         chain: list[Item] = []

@@ -1,8 +1,8 @@
 """Whose files a sandbox's files are on this machine's disk.
 
-``real``: we are root, files carry the ids that the image names, and the keeper shows them through an idmapped
-mount. ``range``: an ordinary user with newuidmap and a range in /etc/subuid; inside, 0 is the user and 1.. the
-range. ``one``: everything belongs to the one user that we are; inside, that is root and there is nobody else.
+``real``: we are root, files carry the ids that the image names, and the keeper shows them through an
+idmapped mount. ``range``: an ordinary user with newuidmap and a range in /etc/subuid; inside, 0 is the user
+and 1.. the range. ``one``: everything belongs to the one user that we are, who is root inside, alone.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class IdMap:
         """Whether files are made and removed from within a user namespace of this map."""
         return self.kind == "range"
 
+    def alone(self) -> IdMap:
+        """This map without its range."""
+        return IdMap("one", self.uids[:1], self.gids[:1])
+
 
 def detect() -> IdMap:
     """The best map that this process could have; the keeper's hub decides which one it is."""
@@ -50,10 +54,6 @@ def detect() -> IdMap:
     if all(ranges) and shutil.which("newuidmap") and shutil.which("newgidmap"):
         (ustart, ucount), (gstart, gcount) = (found for found in ranges if found is not None)
         return IdMap("range", ((0, uid, 1), (1, ustart, ucount)), ((0, gid, 1), (1, gstart, gcount)))
-    return one(uid, gid)
-
-
-def one(uid: int, gid: int) -> IdMap:
     return IdMap("one", ((0, uid, 1),), ((0, gid, 1),))
 
 

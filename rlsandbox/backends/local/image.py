@@ -1,7 +1,7 @@
 """From ``Spec.image`` to lower directories on this machine, each image unpacked once.
 
-``Spec.image`` is a path (OCI layout directory, ``docker save`` archive, either with ``#name`` when it holds several
-images) or a registry reference, which ``skopeo`` pulls where it is installed.
+``Spec.image`` is a path (OCI layout directory, ``docker save`` archive, either with ``#name`` when it holds
+several images) or a registry reference, which ``skopeo`` pulls where it is installed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Images:
             ImageError: it is missing, broken, hostile, for another machine, or cannot be pulled.
         """
         async with self._locks.setdefault(image, asyncio.Lock()):
-            path, name = await self._locate(image)
+            path, name = await self._found(image)
             key = (image, _state(path))
             found = self._done.get(key)
             if found is None:
@@ -83,11 +83,17 @@ class Images:
                 self._done[key] = found
             return found
 
-    async def _locate(self, image: str) -> tuple[Path, str | None]:
+    def _locate(self, image: str) -> tuple[Path, str | None] | None:
         for text, name in ((image, None), tuple(image.rsplit("#", 1)) if "#" in image else (image, None)):
             path = Path(text).expanduser()
             if path.exists():
                 return path.absolute(), name
+        return None
+
+    async def _found(self, image: str) -> tuple[Path, str | None]:
+        place = self._locate(image)
+        if place is not None:
+            return place
         looks_local = image.startswith(("/", ".", "~")) or "#" in image or image.lower().endswith(_ARCHIVE)
         if looks_local or not _REFERENCE.fullmatch(image):
             raise ImageError(f"image {image!r}: no such file or directory", kind="image_not_found")
@@ -103,7 +109,7 @@ class Images:
             raise ImageError(
                 f"image {reference!r} is no file here, and skopeo, which would pull it, is not installed",
                 kind="image_not_found",
-                hint="install skopeo, or save the image to a file (docker save -o image.tar NAME) and give its path",
+                hint="install skopeo, or give the path of a saved image (docker save -o image.tar NAME)",
             )
         _paths.private_directory(layout.parent)
         half = layout.with_name(f"{layout.name}.{os.getpid()}.{os.urandom(4).hex()}")

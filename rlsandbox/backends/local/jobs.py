@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from ...errors import ImageError, ProvisionError, SandboxError
+from ...errors import ImageError, SandboxError
 from . import archive, base, fitting
 from .layers import Unpacker
 from .view import OPAQUE
@@ -213,7 +213,7 @@ def fit(
     network: str,
     whole: bool,
 ) -> dict[str, Any]:
-    """A top layer with the mount *points* [path, kind] that *lowers* lack; *whole*: and what any root needs."""
+    """A top layer with the mount *points* [path, kind] for *lowers*; *whole*: and what any root needs."""
     items, targets = fitting.plan(lowers, [(path, kind) for path, kind in points], network, whole=whole)
     if not items:
         return {"lowers": lowers, "targets": targets}

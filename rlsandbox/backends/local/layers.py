@@ -1,9 +1,10 @@
 """Unpacks one image layer into a directory. The tar may come from an enemy.
 
-Two forms. ``overlay``: the directory holds what the layer adds, deletions are overlayfs whiteouts. ``apply``: the
-directory already holds the layers below and deletions are carried out. Nothing is ever written outside the
-directory: every parent of a member is a real directory that this code has made or looked at, members that say
-otherwise are refused by name, and nobody else can write there (mode 0700, renamed into place when whole).
+Two forms. ``overlay``: the directory holds what the layer adds, deletions are overlayfs whiteouts.
+``apply``: the directory already holds the layers below and deletions are carried out. Nothing is ever written
+outside the directory: every parent of a member is a real directory that this code has made or looked at,
+members that say otherwise are refused by name, and nobody else can write there (mode 0700, renamed into
+place when whole).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from ...errors import ImageError
-from .archive import open_tar
+from .archive import holes_of, open_tar
 from .view import MAX_LINKS, OPAQUE, Found, View, split
 
 MAX_ID = 65535
@@ -230,7 +231,7 @@ class Unpacker:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
         try:
             at = info.offset_data
-            holes: list[tuple[int, int]] | None = getattr(info, "sparse", None)
+            holes = holes_of(info)
             for offset, size in holes if holes is not None else [(0, info.size)]:
                 if offset < 0 or size < 0 or offset + size > info.size:
                     raise self._hostile(info.name, "its map of holes is wrong")
@@ -344,7 +345,7 @@ class Unpacker:
                 self._make_room(f"{parent}/{gone}" if parent else gone)
 
     def _mark(self, whiteouts: list[tuple[str, list[str], str]]) -> None:
-        """Form overlay: write marks, after all of this layer is there (a deletion never hits its own layer)."""
+        """Form overlay: write marks, when all of this layer is there: a deletion never hits its own layer."""
         if not self._lowers:
             return
         for member, parts, name in whiteouts:

@@ -1,7 +1,7 @@
 """Runs one job in a process of its own: unpacking, building a base, removing files that carry foreign ids.
 
-The caller's event loop stays free, a cancelled job's process is killed and awaited, and where files need several
-owners without root, the process works inside a user namespace. The job's code is :mod:`.jobs`.
+The caller's event loop stays free, a cancelled job's process is killed and awaited, and where files need
+several owners without root, the process works inside a user namespace. The job's code is :mod:`.jobs`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from ...errors import ImageError, ProvisionError, SandboxError, UnsupportedError
 from .ids import IdMap
 
 _ERRORS: dict[str, type[SandboxError]] = {"image": ImageError, "provision": ProvisionError}
+
+_HERE = Path(__file__).resolve().parent
 
 # Packages by hand, so that the job imports its own few modules and not the whole library.
 _BOOT = """
@@ -36,7 +38,7 @@ async def call(job: str, arguments: dict[str, Any], ids: IdMap) -> Any:
     Raises:
         ImageError, ProvisionError: as the job says.
     """
-    here = Path(__file__).resolve().parent
+    here = _HERE
     packages = [
         ("rlsandbox", str(here.parents[1])),
         ("rlsandbox.backends", str(here.parent)),
@@ -63,11 +65,10 @@ async def _talk(process: Process, job: str, arguments: dict[str, Any], ids: IdMa
     try:
         process.stdin.write(json.dumps(request).encode() + b"\n")
         await process.stdin.drain()
-        if ids.namespace:
-            if (await process.stdout.readline()) == b"map\n":
-                await _map(process.pid, ids)
-                process.stdin.write(b"go\n")
-                await process.stdin.drain()
+        if ids.namespace and (await process.stdout.readline()) == b"map\n":
+            await _map(process.pid, ids)
+            process.stdin.write(b"go\n")
+            await process.stdin.drain()
         answer = await process.stdout.read()
     except (BrokenPipeError, ConnectionResetError):
         answer = b""

@@ -1,0 +1,86 @@
+"""How much of this machine a sandbox may use when its spec does not say, and how many fit at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...errors import ConfigError
+from ...spec import Spec
+
+MIB = 1 << 20
+PIDS = 1024
+NOFILE = 65536
+# An idle sandbox costs about this much, all told: no number of them beyond the machine's memory makes sense.
+IDLE = 1 * MIB
+# A file on a tmpfs takes an inode of about this size even when it is empty.
+INODE = 1024
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """Limits of one sandbox, in the hub's terms. None: no limit."""
+
+    memory: int
+    disk: int
+    inodes: int
+    cpu_milli: int | None
+    pids: int
+    nofile: int
+
+
+def of(spec: Spec) -> Allowed:
+    """The limits of *spec*; what it leaves open is chosen so that a sandbox cannot take the trainer's memory.
+
+    The upper layer lies on a tmpfs, which counts as memory: it is smaller than the memory limit, so that
+    a full disk is "no space left" and not the end of a process.
+    """
+    memory = spec.memory_bytes if spec.memory_bytes is not None else min(2048 * MIB, machine_memory() // 2)
+    disk = spec.disk_bytes if spec.disk_bytes is not None else memory // 2
+    return Allowed(
+        memory=memory,
+        disk=disk,
+        inodes=max(disk // INODE // 4, 4096),
+        cpu_milli=round(spec.cpu * 1000) if spec.cpu is not None else None,
+        pids=spec.pids if spec.pids is not None else PIDS,
+        nofile=NOFILE,
+    )
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its own cgroup's when that is less."""
+    total = 0
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemTotal:"):
+                total = int(line.split()[1]) * 1024
+                break
+    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text.isdigit():
+            total = min(total, int(text)) if total else int(text)
+    return total
+
+
+def check_size(size: int, spec: Spec) -> None:
+    """Refuse a pool that can never fit.
+
+    Raises:
+        ConfigError: it says how much there is and what would fit.
+    """
+    each = spec.memory_bytes if spec.memory_bytes is not None else IDLE
+    have = machine_memory()
+    if have and size * each > have:
+        share = have // size // MIB
+        fits = have // each
+        advice = [f"size={fits}"] if fits else []
+        if spec.memory_bytes is not None and share:
+            advice.append(f'memory="{share}MiB"')
+        raise ConfigError(
+            f"a pool of {size} sandboxes with {each // MIB} MiB each needs {size * each // MIB} MiB; "
+            f"this machine has {have // MIB} MiB",
+            hint=" or ".join(advice),
+        )
