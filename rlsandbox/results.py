@@ -36,7 +36,7 @@ class CommandResult(_Data):
     timed_out: bool = False
     oom_killed: bool = False
     signal: int | None = None
-    duration_s: float = 0.0
+    duration_s: float = field(default=0.0, compare=False)
     merged: str = field(default="", repr=False, compare=False)
 
     @property

@@ -184,7 +184,7 @@ class UnicodeText(spaces.Text):
 
 
 def fit(text: str, space: UnicodeText) -> str:
-    """*text* as a member of *space*: no character that it does not hold, the middle left out when too long."""
+    """*text* as a member of *space*: only its characters, the middle left out when too long."""
     clean = text.encode("utf-8", "replace").decode() if not text.isascii() else text
     if not space.character_set.nul:
         clean = clean.replace("\0", "\N{REPLACEMENT CHARACTER}")

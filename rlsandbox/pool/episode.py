@@ -1,0 +1,233 @@
+"""One rollout that somebody outside the pool drives: an environment, a trainer, a script.
+
+``run_rollouts`` calls a policy; here the caller takes the steps, and the :class:`Episode` keeps the books. It
+promises: the rollout is in the ledger before any work; each sandbox is an attempt of it; it ends in exactly
+one record, whatever is raised or cancelled; what infrastructure broke is never scored; the sandbox goes back.
+
+The usual course::
+
+    episode = Episode(pool, task)
+    sandbox = await episode.begin()           # claims; claims again where that may help
+    try:
+        await sandbox.run("make")
+    except SandboxError as error:
+        await episode.broke(error, "command") # ends the attempt; begin() again while episode.may_retry
+        record = await episode.fail()
+    else:
+        await episode.grade()
+        record = await episode.complete()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import ConfigError, PoolClosedError, SandboxError, SandboxStateError, UnsupportedError
+from ..hooks import Rollout
+from ..ledger.failures import failure_of
+from ..results import Failure, Outcome, Record
+from ..task import Task
+
+if TYPE_CHECKING:
+    from ..ledger.recorder import Attempt, Ledger
+    from ..metrics import BatchClock, Metrics
+
+log = logging.getLogger("rlsandbox.pool")
+
+CALLERS_MISTAKES = (ConfigError, UnsupportedError, PoolClosedError)
+"""Errors of whoever set things up: they are recorded as any other, and always raised."""
+
+
+class Host(Protocol):
+    """What an episode needs of the AsyncPool."""
+
+    ledger: Ledger
+    metrics: Metrics
+    plugins: Any
+    """The pluggy manager."""
+
+    async def _claim(self, task: Task, *, rollout: Rollout, timeout: float | None) -> Any:
+        """An AsyncSandbox for one attempt of *rollout*: its credentials issued, ``sandbox.rollout`` set."""
+
+    async def _recorded(self, record: Record) -> None:
+        """A rollout has ended and is in the ledger: tell ``rlsandbox_record``; what it raises is logged."""
+
+
+class Episode:
+    """A rollout from being asked for to its record. All methods belong to the pool's event loop.
+
+    Args:
+        pool: the AsyncPool.
+        task: what it works on.
+        group: name of its siblings; default one of its own.
+        batch: of the ledger (``pool.ledger.new_batch()``).
+        retries: further attempts that :meth:`begin` may make when infrastructure broke one.
+        clock: of the batch it belongs to.
+    """
+
+    def __init__(
+        self,
+        pool: Host,
+        task: Task,
+        *,
+        group: str | None = None,
+        batch: str | None = None,
+        retries: int = 2,
+        clock: BatchClock | None = None,
+    ) -> None:
+        self.task = task
+        self.sandbox: Any = None
+        """The AsyncSandbox of the attempt that is under way."""
+        self.outcome: Outcome | None = None
+        self.failure: Failure | None = None
+        """Of the last attempt that ended."""
+        self._pool = pool
+        self._retries = retries
+        self._clock = clock
+        if clock is not None:
+            clock.requested()
+        self._entry = pool.ledger.request(task, group=group, batch=batch)
+        self._attempt: Attempt | None = None
+
+    @property
+    def record(self) -> Record | None:
+        """Its end, once it has one."""
+        return self._entry.record
+
+    @property
+    def attempts(self) -> int:
+        return len(self._entry.log.attempts)
+
+    @property
+    def may_retry(self) -> bool:
+        """Whether the last attempt broke in a way that a fresh sandbox may mend, and one more is allowed."""
+        failure = self.failure
+        return (
+            self.record is None
+            and self._attempt is None
+            and failure is not None
+            and failure.infrastructure
+            and failure.retryable
+            and self.attempts <= self._retries
+        )
+
+    async def begin(self, *, timeout: float | None = None) -> Any:
+        """A sandbox for the next attempt. A claim that infrastructure broke is asked for again.
+
+        Args:
+            timeout: seconds for all of it.
+
+        Raises:
+            SandboxError: there is none; the rollout has its record.
+        """
+        if self._attempt is not None or self.record is not None:
+            raise SandboxStateError("this rollout has a sandbox already, or has ended", task=self.task.id)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        await self._pool.ledger.flush()
+        while True:
+            self._attempt = self._entry.attempt()
+            rollout = self._rollout(self._attempt.n)
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                sandbox = await self._pool._claim(self.task, rollout=rollout, timeout=left)
+            except asyncio.CancelledError:
+                self._end_attempt(None)
+                await self.cancel("its claim was cancelled")
+                raise
+            except Exception as error:
+                self._end_attempt(self._judge(error, "claim"))
+                late = deadline is not None and time.monotonic() >= deadline
+                if self.may_retry and not late and not isinstance(error, CALLERS_MISTAKES):
+                    continue
+                await self.fail()
+                raise
+            self.sandbox = sandbox
+            self._attempt.sandbox(sandbox)
+            return sandbox
+
+    async def grade(self) -> Outcome:
+        """Grade the work; the outcome goes into the record."""
+        if self.sandbox is None:
+            raise SandboxStateError("there is no sandbox to grade", task=self.task.id)
+        outcome: Outcome = await self.sandbox.grade()
+        self.outcome = outcome
+        return outcome
+
+    async def broke(self, error: BaseException, phase: str) -> Failure:
+        """The attempt ends with *error*; its sandbox is given back, or up where it cannot be trusted."""
+        failure = self._judge(error, phase)
+        self._end_attempt(failure)
+        await self._release(discard=failure.infrastructure)
+        return failure
+
+    async def complete(self, *, value: Any = None, truncated: str | None = None) -> Record:
+        """The rollout ran to its end; *truncated* names the limit that ended it.
+
+        Raises:
+            TypeError: *value* is neither JSON-able nor text; the rollout has not ended.
+        """
+        outcome = self.outcome
+        record = self._entry.end(
+            "completed",
+            reward=outcome.reward if outcome is not None else None,
+            passed=outcome.passed if outcome is not None else None,
+            value=value,
+            truncated=truncated,
+        )
+        self._end_attempt(None)
+        await self._ended(record)
+        return record
+
+    async def fail(self, failure: Failure | None = None) -> Record:
+        """The rollout failed: by *failure*, else by that of its last attempt."""
+        failure = failure or self.failure
+        if failure is None:
+            raise SandboxStateError("no attempt of this rollout has failed", task=self.task.id)
+        self._end_attempt(failure)
+        record = self._entry.end("failed", failure=failure)
+        await self._ended(record)
+        return record
+
+    async def cancel(self, cause: str) -> Record | None:
+        """Whoever drove it stopped. Nothing happens when it has ended."""
+        self._end_attempt(None)
+        record = self._entry.cancel(cause)
+        if record is not None:
+            await self._ended(record)
+        return record
+
+    def _rollout(self, attempt: int) -> Rollout:
+        entry = self._entry.log
+        return Rollout(entry.run, self.task, entry.index, entry.group, attempt, id=entry.id)
+
+    def _judge(self, error: BaseException, phase: str) -> Failure:
+        rollout = self._rollout(max(1, self.attempts))
+        return failure_of(error, phase, rollout, self._pool.plugins)
+
+    def _end_attempt(self, failure: Failure | None) -> None:
+        attempt, self._attempt = self._attempt, None
+        if attempt is None:
+            return
+        attempt.end(self.sandbox, failure)
+        if failure is not None:
+            self.failure = failure
+            self._pool.metrics.failure(failure.kind)
+
+    async def _ended(self, record: Record) -> None:
+        if self._clock is not None:
+            self._clock.recorded()
+        await self._release(discard=False)
+        await self._pool._recorded(record)
+
+    async def _release(self, *, discard: bool) -> None:
+        sandbox, self.sandbox = self.sandbox, None
+        if sandbox is None:
+            return
+        try:
+            await sandbox.release(discard=discard)
+        except SandboxError as error:
+            # The pool has taken note of it; the rollout's record does not change by what comes after.
+            log.warning("sandbox %s could not be given back: %s", sandbox.id, error)
