@@ -1,0 +1,278 @@
+"""The synchronous door to the asynchronous house: one event loop on a thread of its own.
+
+``Portal.call`` runs a coroutine function on the loop's thread and gives its result. Promises: any number of
+threads may call at once; KeyboardInterrupt cancels the coroutine and waits for its clean-up; a forked child and
+a closed portal get PoolClosedError at once; the thread never keeps the interpreter from exiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any, Generic, TypeVar, cast
+
+from .errors import PoolClosedError
+
+T = TypeVar("T")
+CLOSE_TIMEOUT_S = 30.0
+
+
+class _Job:
+    """One call: made on the caller's thread, run on the loop's."""
+
+    __slots__ = ("coro", "ctx", "done", "error", "result", "submitted", "task")
+
+    def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
+        self.coro = coro
+        self.ctx = contextvars.copy_context()
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.error: BaseException | None = None
+        self.result: Any = None
+        self.task: asyncio.Task[Any] | None = None
+        self.submitted = False
+
+    def finished(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.error = asyncio.CancelledError()
+        else:
+            self.error = task.exception()
+            if self.error is None:
+                self.result = task.result()
+        self.task = None
+        self.done.release()
+
+
+class Portal:
+    """An event loop on a daemon thread. Close it when done; interpreter exit does it otherwise."""
+
+    def __init__(self, name: str = "rlsandbox") -> None:
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self.loop = asyncio.new_event_loop()
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name=name, daemon=True)
+        self._thread.start()
+        ready.wait()
+        _open.add(self)
+
+    def _run(self, ready: threading.Event) -> None:
+        asyncio.set_event_loop(self.loop)
+        self.loop.call_soon(ready.set)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._closed or os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raise unless calls are possible here and now."""
+        if os.getpid() != self._pid:
+            raise PoolClosedError(
+                "this pool belongs to another process: it was made before a fork",
+                kind="forked",
+                hint="make the pool in the child, or hand it pool.ref and use Pool.connect(ref)",
+            )
+        if self._closed:
+            raise PoolClosedError("the pool is closed")
+        if threading.get_ident() == self._thread.ident:
+            raise RuntimeError(
+                "a synchronous call from inside the pool's own event loop would wait for itself; "
+                "use the Async classes there"
+            )
+
+    def call(
+        self,
+        fn: Callable[..., Coroutine[Any, Any, T]],
+        /,
+        *args: Any,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> T:
+        """Run ``fn(*args, **kwargs)`` on the loop and give its result.
+
+        Args:
+            timeout: seconds, after which the coroutine is cancelled and TimeoutError raised.
+        """
+        self.check()
+        job = _Job(fn(*args, **kwargs))
+        try:
+            self._submit(job)
+            done = job.done.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+        except BaseException:
+            # KeyboardInterrupt, or an exception of a signal handler: see the coroutine's end first. A second
+            # one leaves at once; the clean-up goes on in the loop's thread.
+            if not job.submitted:
+                job.coro.close()
+            elif self._cancel(job):
+                job.done.acquire()
+            raise
+        if not done:
+            self._cancel(job)
+            job.done.acquire()
+            if isinstance(job.error, asyncio.CancelledError):
+                raise TimeoutError(f"not done within {timeout:g} s")
+        return cast(T, self._take(job))
+
+    def _take(self, job: _Job) -> Any:
+        error = job.error
+        if error is None:
+            return job.result
+        if isinstance(error, asyncio.CancelledError) and self._closed:
+            error = PoolClosedError("the pool was closed during this call")
+        try:
+            raise error
+        finally:
+            del error, job  # no cycle through the traceback
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise PoolClosedError("the pool is closed")
+            self._jobs.append(job)
+            job.submitted = True
+            # One wake-up for any number of jobs that came meanwhile.
+            if len(self._jobs) == 1:
+                self.loop.call_soon_threadsafe(self._start)
+
+    def _start(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            job.task = self.loop.create_task(job.coro, context=job.ctx)
+            job.task.add_done_callback(job.finished)
+
+    def _cancel(self, job: _Job) -> bool:
+        """Ask for the job's end; False when the loop is gone and there is nothing to wait for."""
+
+        def cancel() -> None:
+            self._start()  # the interrupt may have hit before the loop was woken for it
+            if job.task is not None:
+                job.task.cancel()
+
+        with self._lock:
+            if not self._closed:
+                self.loop.call_soon_threadsafe(cancel)
+        return self._thread.is_alive()
+
+    def post(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call a plain function on the loop soon; after closing, do nothing."""
+        with self._lock:
+            if not self._closed and os.getpid() == self._pid:
+                self.loop.call_soon_threadsafe(fn, *args)
+
+    def iterate(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
+        """An asynchronous iterator as a plain one; leaving it early closes it."""
+        iterator = make()
+
+        async def step() -> tuple[bool, Any]:
+            try:
+                return True, await iterator.__anext__()
+            except StopAsyncIteration:
+                return False, None
+
+        async def close() -> None:
+            aclose = getattr(iterator, "aclose", None)
+            if aclose is not None:
+                await aclose()
+
+        try:
+            while True:
+                more, item = self.call(step)
+                if not more:
+                    return
+                yield item
+        finally:
+            if not self.closed:
+                self.call(close)
+
+    def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
+        """Cancel what still runs, stop the loop, join its thread. Twice is fine; in a forked child nothing."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            waiting = list(self._jobs)
+            self._jobs.clear()
+            self.loop.call_soon_threadsafe(self._shutdown, waiting)
+        _open.discard(self)
+        if threading.get_ident() != self._thread.ident:
+            self._thread.join(timeout)
+
+    def _shutdown(self, waiting: list[_Job]) -> None:
+        for job in waiting:
+            job.coro.close()
+            job.error = PoolClosedError("the pool was closed before this call ran")
+            job.done.release()
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if not tasks:
+            self.loop.stop()
+            return
+        ended = asyncio.gather(*tasks, return_exceptions=True)
+        ended.add_done_callback(lambda _: self.loop.stop())
+
+
+_open: weakref.WeakSet[Portal] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for portal in list(_open):
+        portal.close(timeout=5)
+
+
+atexit.register(_close_all)
+
+
+class AwaitableCM(AbstractAsyncContextManager[T], Awaitable[T], Generic[T]):
+    """What ``claim``, ``popen``, ``session`` and ``fork`` give: works with ``await`` and with ``async with``.
+
+    Args:
+        make: makes the thing; called once, when awaited or entered.
+        leave: gives it back when the block is left.
+    """
+
+    __slots__ = ("_leave", "_make", "_thing")
+
+    def __init__(
+        self, make: Callable[[], Coroutine[Any, Any, T]], leave: Callable[[T], Awaitable[object]]
+    ) -> None:
+        self._make = make
+        self._leave = leave
+        self._thing: T | None = None
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        return self._make().__await__()
+
+    async def __aenter__(self) -> T:
+        self._thing = await self._make()
+        return self._thing
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        thing, self._thing = self._thing, None
+        if thing is not None:
+            await self._leave(thing)
