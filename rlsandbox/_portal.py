@@ -1,8 +1,8 @@
 """The synchronous door to the asynchronous house: one event loop on a thread of its own.
 
 ``Portal.call`` runs a coroutine function on the loop's thread and gives its result. Promises: any number of
-threads may call at once; KeyboardInterrupt cancels the coroutine and waits for its clean-up; a forked child and
-a closed portal get PoolClosedError at once; the thread never keeps the interpreter from exiting.
+threads may call at once; KeyboardInterrupt cancels the coroutine and waits for its clean-up; a forked child
+and a closed portal get PoolClosedError at once; the thread never keeps the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -173,8 +173,10 @@ class Portal:
 
     def post(self, fn: Callable[..., object], *args: Any) -> None:
         """Call a plain function on the loop soon; after closing, do nothing."""
+        if os.getpid() != self._pid:
+            return  # before the lock: the fork may have copied it locked
         with self._lock:
-            if not self._closed and os.getpid() == self._pid:
+            if not self._closed:
                 self.loop.call_soon_threadsafe(fn, *args)
 
     def iterate(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
@@ -203,7 +205,10 @@ class Portal:
                 self.call(close)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:
-        """Cancel what still runs, stop the loop, join its thread. Twice is fine; in a forked child nothing."""
+        """Cancel what still runs, stop the loop, join its thread. Twice is fine; a forked child does nothing.
+
+        Tasks that ignore their cancellation keep the thread, not the caller, beyond *timeout* seconds.
+        """
         if os.getpid() != self._pid:
             return
         with self._lock:

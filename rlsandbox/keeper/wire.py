@@ -40,6 +40,7 @@ class Op(IntEnum):
     WRITE = 3
     LIST = 4
     STAT = 5
+    REMOVE = 6
     RESET = 10
     INSPECT = 11
     CHANGES = 12

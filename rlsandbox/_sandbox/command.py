@@ -1,0 +1,202 @@
+"""From what a caller asks for to a SPAWN, and from what a keeper tells to a CommandResult."""
+
+from __future__ import annotations
+
+import codecs
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import CommandStartError, ConfigError, SandboxError, UnsupportedError
+from ..keeper.channel import STDERR, STDOUT, Exit
+from ..keeper.connection import KeeperFailure
+from ..keeper.wire import ExitFlag
+from ..results import CommandResult
+
+Cmd = str | Sequence[str]
+SHELL = "/bin/sh"
+SCRIPT_FD = "/proc/self/fd/9"
+MAX_ARGUMENT = 131072  # the kernel's limit for one argument, its NUL included
+DEFAULT_ENV = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LANG": "C.UTF-8",
+}
+_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+_START = frozenset({"exec", "chdir", "user"})
+
+
+def argv_of(cmd: Cmd) -> tuple[list[bytes], bytes | None]:
+    """The program's arguments, and the script for descriptor 9 when it is too long for one."""
+    if isinstance(cmd, str):
+        script = text_bytes(cmd, "the command")
+        if len(script) >= MAX_ARGUMENT:
+            return [SHELL.encode(), SCRIPT_FD.encode()], script
+        return [SHELL.encode(), b"-c", script], None
+    if isinstance(cmd, bytes) or not isinstance(cmd, Sequence):
+        raise ConfigError(f"a command is a string for the shell or a list of strings, not {cmd!r}")
+    if not cmd:
+        raise ConfigError("a command must not be an empty list")
+    return [text_bytes(part, "an argument") for part in cmd], None
+
+
+def text_bytes(text: str, what: str) -> bytes:
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} must be a string, not {text!r}")
+    raw = text.encode("utf-8", "surrogateescape")
+    if b"\0" in raw:
+        raise ConfigError(f"{what} must not contain NUL bytes: no program can be given one")
+    return raw
+
+
+def env_pairs(*maps: Mapping[str, str]) -> list[str]:
+    """``K=V`` of all maps, the last one winning."""
+    merged: dict[str, str] = {}
+    for one in maps:
+        merged.update(one)
+    for key, value in merged.items():
+        bad = not isinstance(key, str) or not key or "=" in key or "\0" in key
+        if bad or not isinstance(value, str) or "\0" in value:
+            raise ConfigError(f"env: {key!r}={value!r} must be strings without NUL, the name without '='")
+    return [f"{key}={value}" for key, value in merged.items()]
+
+
+def seconds(timeout: float | None, what: str = "timeout") -> float | None:
+    """A timeout that makes sense; None and infinity are none."""
+    if timeout is None:
+        return None
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+        raise ConfigError(f"{what} must be a number of seconds above 0, not {timeout!r}")
+    return None if math.isinf(timeout) else timeout
+
+
+def start_error(error: KeeperFailure, argv: Sequence[bytes], **where: Any) -> SandboxError:
+    """What a FAIL of a SPAWN means to the caller."""
+    program = argv[0].decode("utf-8", "replace")
+    if error.what == "user" and error.errno == 95:
+        return UnsupportedError(str(error), phase="command", hint="needs a range of uids", **where)
+    if error.what in _START:
+        return CommandStartError(f"{program!r} could not be started: {error.message}", **where)
+    return CommandStartError(
+        f"{program!r} could not be started: {error.message}", kind="command_spawn", retryable=True, **where
+    )
+
+
+class Collector:
+    """Head and tail of what a command prints, and all of it in the order of arrival.
+
+    *limit* bytes of each stream are kept: the first half, and the last half.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._half = max(1, limit // 2)
+        self._keep = limit > 0
+        self._order: list[tuple[int, bytes]] = []
+        self._head = {STDOUT: 0, STDERR: 0}
+        self._tail = {STDOUT: bytearray(), STDERR: bytearray()}
+        self.seen = {STDOUT: 0, STDERR: 0}
+
+    def add(self, stream: int, data: bytes, tail: bool = False) -> None:
+        if stream not in self._head:
+            return
+        self.seen[stream] += len(data)
+        if not self._keep:
+            return
+        if not tail:
+            room = self._half - self._head[stream]
+            if room > 0:
+                piece = data if len(data) <= room else data[:room]
+                self._order.append((stream, piece))
+                self._head[stream] += len(piece)
+                if len(data) <= room:
+                    return
+                data = data[room:]
+        kept = self._tail[stream]
+        kept += data
+        if len(kept) > self._half + 65536:
+            del kept[: -self._half]
+
+    def result(self, end: Exit | None, *, duration_s: float | None = None, **changes: Any) -> CommandResult:
+        """The result; *end* None: the command is not over (a session's), *changes* say how it ended."""
+        out, out_cut, out_size = self._stream(STDOUT, end.stdout_size if end else None)
+        err, err_cut, err_size = self._stream(STDERR, end.stderr_size if end else None)
+        stdout, stderr = out.text(), err.text()
+        facts: dict[str, Any] = {"exit_code": 0}
+        if end is not None:
+            facts = {
+                "exit_code": end.exit_code,
+                "signal": end.signal,
+                "timed_out": bool(end.flags & ExitFlag.TIMED_OUT),
+                "oom_killed": bool(end.flags & ExitFlag.OOM),
+                "duration_s": end.duration_ns / 1e9,
+            }
+        if duration_s is not None:
+            facts["duration_s"] = duration_s
+        facts.update(changes)
+        return CommandResult(
+            stdout=stdout,
+            stderr=stderr,
+            stdout_bytes=out.bytes(),
+            stderr_bytes=err.bytes(),
+            stdout_size=out_size,
+            stderr_size=err_size,
+            truncated=out_cut or err_cut,
+            merged=self._merged(out, err, stdout, stderr),
+            **facts,
+        )
+
+    def _stream(self, stream: int, told: int | None) -> tuple[_Kept, bool, int]:
+        tail = bytes(self._tail[stream][-self._half :])
+        size = max(self.seen[stream], told or 0)
+        head = b"".join([data for s, data in self._order if s == stream])
+        omitted = size - len(head) - len(tail)
+        return _Kept(head, tail, omitted), omitted > 0, size
+
+    def _merged(self, out: _Kept, err: _Kept, stdout: str, stderr: str) -> str:
+        if not stderr:
+            return stdout
+        if not stdout:
+            return stderr
+        decoders = {s: codecs.getincrementaldecoder("utf-8")("replace") for s in (STDOUT, STDERR)}
+        parts = [decoders[stream].decode(data) for stream, data in self._order]
+        for stream, kept in ((STDOUT, out), (STDERR, err)):
+            if kept.omitted > 0:
+                parts.append(kept.marker + _skip_partial(kept.tail).decode("utf-8", "replace"))
+            else:
+                parts.append(decoders[stream].decode(kept.tail, True))
+        return "".join(parts)
+
+
+class _Kept:
+    """What is kept of one stream."""
+
+    __slots__ = ("head", "marker", "omitted", "tail")
+
+    def __init__(self, head: bytes, tail: bytes, omitted: int) -> None:
+        self.head = head
+        self.tail = tail
+        self.omitted = omitted
+        self.marker = f"\n[... {omitted} bytes left out ...]\n"
+
+    def bytes(self) -> bytes:
+        if self.omitted <= 0:
+            return self.head + self.tail
+        return self.head + self.marker.encode() + self.tail
+
+    def text(self) -> str:
+        if self.omitted <= 0:
+            return (self.head + self.tail).decode("utf-8", "replace")
+        # A character that the cut went through is left out, not shown as damage that was never printed.
+        head = codecs.getincrementaldecoder("utf-8")("replace").decode(self.head)
+        return head + self.marker + _skip_partial(self.tail).decode("utf-8", "replace")
+
+
+def _skip_partial(data: bytes) -> bytes:
+    skip = 0
+    while skip < min(3, len(data)) and data[skip] & 0xC0 == 0x80:
+        skip += 1
+    return data[skip:]
+
+
+def stream_name(stream: int) -> Any:
+    """``"stdout"`` or ``"stderr"``."""
+    return _NAMES[stream]
