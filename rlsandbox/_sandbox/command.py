@@ -69,13 +69,18 @@ def seconds(timeout: float | None, what: str = "timeout") -> float | None:
     return None if math.isinf(timeout) else timeout
 
 
+def deadline_ms(timeout: float) -> int:
+    return max(1, math.ceil(timeout * 1000))
+
+
 def start_error(error: KeeperFailure, argv: Sequence[bytes], **where: Any) -> SandboxError:
     """What a FAIL of a SPAWN means to the caller."""
     program = argv[0].decode("utf-8", "replace")
     if error.what == "user" and error.errno == 95:
         return UnsupportedError(str(error), phase="command", hint="needs a range of uids", **where)
     if error.what in _START:
-        return CommandStartError(f"{program!r} could not be started: {error.message}", **where)
+        kind = "bad_cwd" if error.what == "chdir" else None
+        return CommandStartError(f"{program!r} could not be started: {error.message}", kind=kind, **where)
     return CommandStartError(
         f"{program!r} could not be started: {error.message}", kind="command_spawn", retryable=True, **where
     )
@@ -114,6 +119,13 @@ class Collector:
         kept += data
         if len(kept) > self._half + 65536:
             del kept[: -self._half]
+
+    def replay(self, other: Collector) -> None:
+        """Give what was collected here to *other*."""
+        for stream, data in self._order:
+            other.add(stream, data)
+        for stream, kept in self._tail.items():
+            other.add(stream, bytes(kept))
 
     def result(self, end: Exit | None, *, duration_s: float | None = None, **changes: Any) -> CommandResult:
         """The result; *end* None: the command is not over (a session's), *changes* say how it ended."""

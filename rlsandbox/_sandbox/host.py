@@ -26,9 +26,7 @@ class Host(Protocol):
         """Seal what the sandbox changed. ProcessesRunningError when processes live and not *kill*."""
         ...
 
-    async def fork(
-        self, snapshot: AsyncSnapshot, n: int, timeout: float | None
-    ) -> list[AsyncSandbox]:
+    async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
         """*n* sandboxes on a snapshot: all or none."""
         ...
 
@@ -99,7 +97,7 @@ class AsyncSandboxes(list["AsyncSandbox"]):
         for sandbox in self:
             try:
                 await sandbox.release(discard=discard)
-            except BaseException as error:  # noqa: BLE001 - the others must be released all the same
+            except BaseException as error:
                 first = first or error
         if first is not None:
             raise first
@@ -108,8 +106,8 @@ class AsyncSandboxes(list["AsyncSandbox"]):
 class Budget:
     """Counts an attempt's commands and time against its :class:`Limits`.
 
-    ``sandbox.budget`` is one where limits are enforced (rollouts, environments); each command the acting agent
-    runs spends a step.
+    ``sandbox.budget`` is one where limits are enforced (rollouts, environments); each command the acting
+    agent runs spends a step.
     """
 
     def __init__(self, limits: Limits, *, clock: object = None) -> None:

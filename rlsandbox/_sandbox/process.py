@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import AsyncIterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from ..errors import CommandTimeoutError, SandboxStateError
 from ..keeper.channel import STDERR, STDIN, STDOUT, CommandChannel, Exit
@@ -75,6 +74,12 @@ class AsyncProcess:
         raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
         await self._channel.send(STDIN, raw)
 
+    def feed(self, data: bytes | str) -> None:
+        """All of the program's input, sent as it reads; nobody waits for it."""
+        self._stdin_open = False
+        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        self._channel.feed(STDIN, raw, eof=True)
+
     async def close_stdin(self) -> None:
         """End of the program's input. Twice is fine."""
         if self._stdin_open:
@@ -129,11 +134,3 @@ class AsyncProcess:
         end = self._channel.result()
         assert isinstance(end, Exit)
         return end
-
-
-def deadline_ms(timeout: float | None) -> int | None:
-    return None if timeout is None else max(1, math.ceil(timeout * 1000))
-
-
-def fields_of(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}

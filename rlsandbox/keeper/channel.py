@@ -85,6 +85,7 @@ class Channel:
     __slots__ = (
         "_cancelled",
         "_end",
+        "_ended",
         "_in_left",
         "_in_taken",
         "_out",
@@ -116,6 +117,7 @@ class Channel:
         self._in_taken: dict[int, int] = {}
         self._out: dict[int, _Out] = {}
         self._cancelled = False
+        self._ended: list[Callable[[], object]] = []
 
     # -- what arrives -------------------------------------------------------------------------------
 
@@ -159,6 +161,16 @@ class Channel:
             self.client.forget(self)
             self._out.clear()
             self._wake()
+            for callback in self._ended:
+                callback()
+            self._ended.clear()
+
+    def when_ended(self, callback: Callable[[], object]) -> None:
+        """Call *callback* at the end of the channel; now, when that has been."""
+        if self._end is None:
+            self._ended.append(callback)
+        else:
+            callback()
 
     @property
     def ended(self) -> bool:
@@ -348,4 +360,3 @@ class CommandChannel(Channel):
 
 def _throw_away(stream: int, data: bytes, tail: bool) -> None:
     return None
-

@@ -67,9 +67,7 @@ class KeeperClient(Connection):
     ) -> bytes | None:
         """Content seen from outside the episode (or of the layers below it); None when there is none."""
         try:
-            data, _ = await self.collect(
-                Op.OUTSIDE_READ, path=path, flags=1 if baseline else 0, length=limit
-            )
+            data, _ = await self.collect(Op.OUTSIDE_READ, path=path, flags=1 if baseline else 0, length=limit)
         except KeeperFailure as error:
             if error.errno in _NO_SUCH_FILE:
                 return None
@@ -100,6 +98,7 @@ class KeeperClient(Connection):
     async def read(
         self, path: str, *, offset: int | None = None, length: int | None = None, user: str | None = None
     ) -> bytes:
+        """A regular file's bytes, as the episode sees it."""
         data, _ = await self.collect(Op.READ, path=path, offset=offset, length=length, user=user)
         return bytes(data)
 
@@ -111,11 +110,30 @@ class KeeperClient(Connection):
         mode: int | None = None,
         user: str | None = None,
         flags: int = 0,
+        offset: int | None = None,
+        size: int | None = None,
     ) -> int:
+        """Write a file; *flags* and the rest as in docs/protocol.md. How many bytes went in."""
         reply = await self.call(
-            Op.WRITE, content=content, path=path, file_mode=mode, user=user, flags=flags or None
+            Op.WRITE,
+            content=content,
+            path=path,
+            file_mode=mode,
+            user=user,
+            flags=flags or None,
+            offset=offset,
+            size=size,
         )
         return reply.int(Tag.SIZE)
+
+    async def read_link(self, path: str, *, user: str | None = None) -> bytes:
+        """A link's target."""
+        data, _ = await self.collect(Op.READ, path=path, user=user, flags=1)
+        return bytes(data)
+
+    async def remove(self, path: str, *, tree: bool = False, user: str | None = None) -> None:
+        """Remove a file, link or empty directory, or with *tree* all of it; links are never followed."""
+        await self.call(Op.REMOVE, path=path, user=user, flags=1 if tree else None)
 
     async def list(self, path: str, *, user: str | None = None) -> list[FileInfo]:
         data, _ = await self.collect(Op.LIST, path=path, user=user)

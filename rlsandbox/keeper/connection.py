@@ -55,6 +55,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop, *, member: str = "") -> None:
         self.loop = loop
         self.member = member
+        self.sandbox: str | None = member or None
+        self.task: str | None = None
         self.lost = loop.create_future()
         self.write_paused = False
         self.on_event: Callable[[str, str], object] | None = None
@@ -256,7 +258,7 @@ class Connection(asyncio.Protocol):
             return
         kind = "closed" if closing else "sandbox_died"
         self._make_lost = lambda: SandboxDiedError(
-            f"the sandbox's keeper is gone: {why}", kind=kind, sandbox=self.member or None
+            f"the sandbox's keeper is gone: {why}", kind=kind, sandbox=self.sandbox, task=self.task
         )
         self.lost.set_result(self._make_lost())
         if not self._hello.done():
@@ -271,6 +273,10 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             # abort, not close: nothing that is still buffered may reach a keeper we have given up.
             self._transport.abort()
+
+    def label(self, sandbox: str, task: str | None) -> None:
+        """Whom errors name from now on."""
+        self.sandbox, self.task = sandbox, task
 
     def give_up(self, why: str) -> None:
         """Treat the keeper as lost."""
@@ -289,7 +295,7 @@ class Connection(asyncio.Protocol):
         code, what = fields.int(Tag.ERRNO), fields.text(Tag.WHAT)
         text = fields.text(Tag.TEXT) or (os.strerror(code) if code else "failed")
         return KeeperFailure(
-            f"{what}: {text}" if what else text, errno=code, what=what, sandbox=self.member or None
+            f"{what}: {text}" if what else text, errno=code, what=what, sandbox=self.sandbox, task=self.task
         )
 
     def _id(self) -> int:

@@ -1,0 +1,298 @@
+"""What every part of a sandbox stands on: its state, and commands from SPAWN to result."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import posixpath
+from collections.abc import AsyncIterator, Callable, Mapping
+from os import PathLike
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from ..errors import CommandError, SandboxStateError, UnsupportedError, file_error
+from ..keeper.channel import CommandChannel, Exit, Sink
+from ..keeper.client import KeeperClient
+from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
+from ..keeper.frames import encode_fields
+from ..results import CommandResult, Stream
+from ..spec import Spec, parse_size
+from ..task import Task
+from .command import (
+    DEFAULT_ENV,
+    Cmd,
+    Collector,
+    argv_of,
+    deadline_ms,
+    env_pairs,
+    seconds,
+    start_error,
+    stream_name,
+    text_bytes,
+)
+from .host import Budget, Host, SandboxLimits
+
+if TYPE_CHECKING:
+    from .core import AsyncSandbox
+
+State = Literal["ready", "paused", "hibernated", "graded", "released", "dead"]
+Path_ = str | PathLike[str]
+OnOutput = Callable[[Stream, bytes], object]
+
+BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
+
+
+class SandboxBase:
+    """State and commands; :class:`~.core.AsyncSandbox` is what a user holds."""
+
+    def __init__(
+        self,
+        client: KeeperClient,
+        *,
+        id: str,
+        task: Task,
+        spec: Spec,
+        node: str | None = None,
+        reset_mode: str = "",
+        host: Host,
+        base_env: Mapping[str, str] | None = None,
+        workdir: str | None = None,
+        rollout: Any = None,
+        facts: Mapping[str, str] | None = None,
+    ) -> None:
+        self.id = id
+        self.task = task
+        self.spec = spec
+        self.node = node
+        self.reset_mode = reset_mode or client.welcome.mode
+        self.rollout = rollout
+        self.budget: Budget | None = None
+        self.workdir = task.workdir or workdir or "/"
+        self._host = host
+        self._state: State = "ready"
+        self._base_env = dict(base_env or {})
+        self._facts = dict(facts or {})
+        self._commands: set[CommandChannel] = set()
+        self._first = True
+        self._pid = os.getpid()
+        self._loop = client.loop
+        self.attach(client, node=node)
+
+    def attach(self, client: KeeperClient, *, node: str | None = None) -> None:
+        """The keeper this sandbox speaks to from now on (after a restore, another one)."""
+        self._client = client
+        client.label(self.id, self.task.id)
+        if node is not None:
+            self.node = node
+        facts = {**client.welcome.facts, **self._facts}
+        means = {k[6:]: v for k, v in facts.items() if k.startswith("limit.")}
+        self._ids = facts.get("ids", "")
+        self.limits = SandboxLimits(
+            attempt=self.task.limits,
+            memory=self.spec.memory_bytes,
+            disk=self.spec.disk_bytes,
+            cpu=self.spec.cpu,
+            pids=self.spec.pids,
+            means=means,
+        )
+        self._env = encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env)})
+        if self._state == "hibernated":
+            self._state = "ready"
+
+    def __repr__(self) -> str:
+        where = f" on {self.node}" if self.node else ""
+        return f"<{type(self).__name__} {self.id} {self.state}{where} task {self.task.id!r}>"
+
+    @property
+    def client(self) -> KeeperClient:
+        """The keeper's client, for the pool."""
+        return self._client
+
+    @property
+    def state(self) -> State:
+        if self._state in ("ready", "paused", "graded") and self._client.lost.done():
+            return "dead"
+        return self._state
+
+    @property
+    def processes(self) -> int:
+        """Commands of this handle that still run."""
+        return len(self._commands)
+
+    def allow(self, timeout: float | None) -> float | None:
+        """Whether a command may run now, and the seconds it may take: its own, the task's, the attempt's."""
+        self._require("ready")
+        timeout = seconds(timeout)
+        if timeout is None:
+            timeout = self.task.limits.command
+        if self.budget is not None:
+            left = self.budget.spend()
+            if left is not None:
+                timeout = left if timeout is None else min(left, timeout)
+        return timeout
+
+    def command(
+        self,
+        cmd: Cmd,
+        *,
+        timeout: float | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        user: str | None = None,
+        stdin: bool = False,
+        output_limit: int = 0,
+        control: bool = False,
+        sink: Sink | None = None,
+    ) -> tuple[CommandChannel, list[bytes]]:
+        """Send a SPAWN, whatever the state: its channel and argv. For the parts of this package."""
+        argv, script = argv_of(cmd)
+        fields: dict[str, Any] = {"cwd": self._cwd(cwd)}
+        who = self.user(user)
+        if who is not None:
+            fields["user"] = who
+        if script is not None:
+            fields["script"] = script
+        if stdin:
+            fields["stdin"] = 1
+        if control:
+            fields["control"] = 1
+        if output_limit:
+            fields["output_limit"] = output_limit
+        if timeout is not None:
+            fields["timeout_ms"] = deadline_ms(timeout)
+        encoded = self._env if not env else self._env_with(env)
+        channel = self._client.command(
+            argv, env=encoded, sink=sink, on_started=self._started() if self._first else None, **fields
+        )
+        self._commands.add(channel)
+        channel.when_ended(lambda: self._commands.discard(channel))
+        return channel, argv
+
+    def _started(self) -> Callable[[int], None]:
+        asked = self._loop.time()
+
+        def started(pid: int) -> None:
+            if self._first:
+                self._first = False
+                self._host.command_started(cast("AsyncSandbox", self), self._loop.time() - asked)
+
+        return started
+
+    def _backup(self, channel: CommandChannel, timeout: float | None) -> asyncio.TimerHandle | None:
+        """The keeper enforces timeouts; should it be silent long after, we do."""
+        if timeout is None:
+            return None
+        return self._loop.call_later(timeout + BACKUP_S, self.cancel_command, channel)
+
+    def cancel_command(self, channel: CommandChannel) -> None:
+        """End a command; a keeper that does not do it is given up."""
+        channel.cancel()
+        why = f"the keeper did not end a command within {BACKUP_S:g} s"
+        self._loop.call_later(BACKUP_S, lambda: None if channel.ended else channel.client.give_up(why))
+
+    def _env_with(self, env: Mapping[str, str]) -> bytes:
+        return encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env, env)})
+
+    def output_limit(self, output_limit: str | int | None) -> int:
+        if output_limit is None:
+            return self.task.limits.output_bytes
+        return parse_size(output_limit, "output_limit")
+
+    def _cwd(self, cwd: str | None) -> bytes:
+        return text_bytes(self.workdir if cwd is None else self.path(cwd), "cwd")
+
+    def path(self, path: Path_) -> str:
+        """An absolute path: relative ones are under the workdir."""
+        text = os.fspath(path)
+        text_bytes(text, "a path")
+        if not text:
+            raise file_error(2, text, sandbox=self.id)
+        return posixpath.join(self.workdir, text)
+
+    def user(self, user: str | None) -> bytes | None:
+        who = user if user is not None else self.spec.user
+        if who is None:
+            return None
+        if self._ids == "one" and who not in ("root", "0", "0:0"):
+            raise UnsupportedError(
+                f"user={who!r}: this machine gives the sandbox one uid only",
+                phase="command",
+                hint="a range in /etc/subuid and newuidmap (package uidmap) make more; rlsandbox doctor",
+                sandbox=self.id,
+            )
+        return text_bytes(who, "user")
+
+    def located(self, error: Any) -> Any:
+        error.sandbox, error.task = self.id, self.task.id
+        return error
+
+    def checked(self, result: CommandResult) -> CommandResult:
+        """The result, or its CommandError with this sandbox's name on it."""
+        try:
+            return result.check()
+        except CommandError as error:
+            raise self.located(error) from None
+
+    def check_held(self) -> None:
+        """After a command ended: its end means nothing when the sandbox was given back meanwhile."""
+        if self._state == "released":
+            raise self.located(SandboxStateError("the sandbox was released while the command ran"))
+
+    def require_ready(self) -> None:
+        self._require("ready")
+
+    def _require(self, *states: State) -> None:
+        if self._state in states:
+            return
+        hint = {
+            "paused": "resume() it first",
+            "hibernated": "restore() it first",
+            "graded": "grading is final; to grade in mid-episode, grade a fork of a snapshot",
+        }.get(self._state, "")
+        raise SandboxStateError(
+            f"the sandbox is {self._state}", hint=hint, sandbox=self.id, task=self.task.id
+        )
+
+    async def _ended(
+        self,
+        channel: CommandChannel,
+        argv: list[bytes],
+        collector: Collector,
+        timeout: float | None,
+        on_output: OnOutput | None = None,
+    ) -> CommandResult:
+        """Wait for a command's end. Left early, for whatever reason, the command's tree is gone first."""
+        backup = self._backup(channel, timeout)
+        try:
+            while on_output is not None and (item := await channel.recv()) is not None:
+                collector.add(item[0], item[1])
+                answer = on_output(stream_name(item[0]), item[1])
+                if inspect.isawaitable(answer):
+                    await answer
+            end = await channel.wait()
+        except KeeperFailure as error:
+            raise self.located(start_error(error, argv)) from None
+        except BaseException:
+            if not channel.ended:
+                await channel.cancelled(CANCEL_GRACE_S)
+            raise
+        finally:
+            if backup is not None:
+                backup.cancel()
+        assert isinstance(end, Exit)
+        self.check_held()
+        return collector.result(end)
+
+    @contextlib.asynccontextmanager
+    async def grading(self) -> AsyncIterator[None]:
+        """From here on there are only the grader's commands: final, however the grading ends."""
+        self._require("ready")
+        self._state = "graded"
+        yield
+
+    async def run_grader(self, cmd: Cmd, *, timeout: float) -> CommandResult:
+        limit = self.output_limit(None)
+        collector = Collector(limit)
+        channel, argv = self.command(cmd, timeout=timeout, output_limit=max(limit, 1), sink=collector.add)
+        return await self._ended(channel, argv, collector, timeout)

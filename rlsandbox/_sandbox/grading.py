@@ -1,0 +1,283 @@
+"""Grading: the task's check of the work, out of the acting agent's reach.
+
+In this order: every process of the episode is ended; what the agent may have put in the way of the hidden
+files is removed (a link, a directory, a file where a directory must be: links that the episode made are never
+followed), a reward file of its own too; the files are written; the grader runs; its answer becomes a reward.
+
+A grader that answers nonsense is the task's fault: GradeError, no reward. A sandbox that the work left too
+full, or without its workdir, or that breaks the grader half-way, is a failed grade: 0.0. Nothing else is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import importlib
+import inspect
+import math
+import posixpath
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CommandStartError, ConfigError, SandboxError, file_error
+from ..keeper.client import KeeperFailure
+from ..keeper.wire import Op, Tag
+from ..results import CommandResult, FileInfo, Outcome
+from ..task import Grader, Task
+from . import files
+from .local import CHUNK
+
+if TYPE_CHECKING:
+    from .core import AsyncSandbox
+
+_LINKS = 40
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+REWARD_BYTES = 4096
+
+
+class GradeError(SandboxError):
+    """The grader gave no usable answer: the task's fault, not the work's. There is no reward."""
+
+    default_kind = "grader"
+    default_phase = "grade"
+    default_infrastructure = False
+
+
+def grader_of(task: Task, grader: Grader | None) -> Grader:
+    chosen = grader if grader is not None else task.grader
+    if chosen is None:
+        raise ConfigError(
+            f"task {task.id!r} has no grader", hint="Task(grader=Grader(command=...)) or grade(grader)"
+        )
+    return chosen
+
+
+async def grade(sandbox: AsyncSandbox, grader: Grader | None) -> Outcome:
+    chosen = grader_of(sandbox.task, grader)
+    function = _function(chosen.reward)
+    async with sandbox.grading():
+        await sandbox.client.kill_all()
+        if not chosen.fresh:
+            return await _grade_in(sandbox, chosen, function)
+        work = await _work_of(sandbox)
+        fresh = await sandbox.fresh()
+        try:
+            async with fresh.grading():
+                try:
+                    await _carry(sandbox, fresh, work)
+                except OSError as error:
+                    if error.errno in _FULL:
+                        return _unfit(error)
+                    raise
+                return await _grade_in(fresh, chosen, function)
+        finally:
+            await fresh.release()
+
+
+async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Outcome:
+    try:
+        await _place(sandbox, grader)
+    except OSError as error:
+        if error.errno in _FULL:
+            return _unfit(error)
+        raise
+    try:
+        result = await sandbox.run_grader(grader.command, timeout=grader.timeout)
+    except CommandStartError as error:
+        if error.kind == "bad_cwd" and await _kind(sandbox, sandbox.workdir) != "dir":
+            return _unfit(file_error(errno.ENOENT, sandbox.workdir))
+        error.phase = "grade"
+        raise
+    return await _outcome(sandbox, grader, function, result)
+
+
+def _unfit(error: OSError) -> Outcome:
+    """The work left the sandbox unfit to be graded: it fails, as if the tests themselves had found out."""
+    text = f"the work cannot be graded: {error.filename}: {error.strerror}\n"
+    result = CommandResult(exit_code=1, stderr=text, stderr_bytes=text.encode(), merged=text)
+    return Outcome(reward=0.0, passed=False, result=result)
+
+
+# -- hidden files -----------------------------------------------------------------------------------
+
+
+async def _place(sandbox: AsyncSandbox, grader: Grader) -> None:
+    for path, data in grader.files.items():
+        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        target = await _clear(sandbox, sandbox.path(path))
+        try:
+            # Exclusive: nobody is left who could have put something there since.
+            await sandbox.client.write(target, raw, mode=0o644, flags=files.MAKE_PARENTS | files.EXCLUSIVE)
+        except KeeperFailure as error:
+            raise file_error(error.errno, target, sandbox=sandbox.id) from None
+    if grader.reward.startswith("file:"):
+        await _clear(sandbox, grader.reward.removeprefix("file:"))
+
+
+async def _clear(sandbox: AsyncSandbox, path: str) -> str:
+    """Remove what is in the way of a file at *path*; the path with the image's own links resolved.
+
+    A link that was there at the baseline (``/bin``) is the task's own and is followed; one that the episode
+    made is removed, as is anything that is no directory where one must be.
+    """
+    client = sandbox.client
+    todo = [part for part in posixpath.normpath(path).split("/") if part]
+    at = ""
+    links = 0
+    while todo:
+        here = f"{at}/{todo.pop(0)}"
+        try:
+            info = await client.stat(here)
+        except KeeperFailure as error:
+            if error.errno == errno.ENOENT:
+                return posixpath.join(here, *todo)
+            raise file_error(error.errno, here, sandbox=sandbox.id) from None
+        if not todo:
+            await client.remove(here, tree=True)
+            return here
+        if info.kind == "dir":
+            at = here
+        elif info.kind == "symlink" and links < _LINKS and not await _made_by_episode(sandbox, here):
+            links += 1
+            target = (await client.read_link(here)).decode("utf-8", "surrogateescape")
+            resolved = posixpath.normpath(posixpath.join(at or "/", target))
+            todo = [part for part in resolved.split("/") if part] + todo
+            at = ""
+        else:
+            await client.remove(here, tree=True)
+            return posixpath.join(here, *todo)
+    return path
+
+
+async def _made_by_episode(sandbox: AsyncSandbox, path: str) -> bool:
+    return any(info.name == path for info in await sandbox.client.changes(path))
+
+
+# -- the work, carried over -------------------------------------------------------------------------
+
+
+async def _work_of(sandbox: AsyncSandbox) -> list[FileInfo]:
+    """What the episode changed under the workdir, seen from outside, parents first."""
+    if sandbox.workdir == "/":
+        raise ConfigError(
+            f"task {sandbox.task.id!r}: a grader with fresh=True needs a workdir: what is carried over"
+        )
+    return sorted(await sandbox.client.changes(sandbox.workdir), key=lambda info: info.name)
+
+
+async def _carry(old: AsyncSandbox, new: AsyncSandbox, work: list[FileInfo]) -> None:
+    top = old.workdir.rstrip("/")
+    target = new.client
+    user = old.spec.user
+    for info in work:
+        path = info.name
+        if path != top and not path.startswith(top + "/"):
+            continue
+        try:
+            if info.kind == "dir":
+                if await _kind(new, path) not in (None, "dir"):
+                    await target.remove(path, tree=True)
+                await target.write(
+                    path, b"", mode=info.mode, user=user, flags=files.MAKE_DIR | files.MAKE_PARENTS
+                )
+                continue
+            if await _kind(new, path) is not None:
+                await target.remove(path, tree=True)
+            if info.kind == "file":
+                await _copy(old, new, info, user)
+            elif info.kind == "symlink":
+                link = await old.client.read_link(path)
+                await target.write(path, link, user=user, flags=files.MAKE_LINK | files.MAKE_PARENTS)
+        except KeeperFailure as error:
+            raise file_error(error.errno, path, sandbox=new.id) from None
+
+
+async def _copy(old: AsyncSandbox, new: AsyncSandbox, info: FileInfo, user: str | None) -> None:
+    """A file with its holes: what an agent made a terabyte long costs what is in it."""
+    target = new.client
+    flags = files.MAKE_PARENTS | files.EXCLUSIVE
+    await target.write(info.name, b"", mode=info.mode | 0o200, user=user, flags=flags)
+    at, size = 0, info.size
+    while at < size:
+        piece, reply = await old.client.collect(
+            Op.READ, path=info.name, offset=at, length=4 * CHUNK, flags=files.READ_SPARSE
+        )
+        start, size = reply.int(Tag.OFFSET, at), reply.int(Tag.SIZE, size)
+        if piece:
+            await target.write(info.name, bytes(piece), offset=start)
+        at = start + len(piece) if piece else size
+    await target.write(info.name, b"", mode=info.mode, offset=size, size=size)
+
+
+async def _kind(sandbox: AsyncSandbox, path: str) -> str | None:
+    try:
+        return (await sandbox.client.stat(path)).kind
+    except KeeperFailure as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
+
+
+# -- the reward -------------------------------------------------------------------------------------
+
+
+def _function(reward: str) -> Any:
+    """The reward function, found before anything is done: a wrong name must not cost the work."""
+    if reward == "exit_code" or reward.startswith("file:"):
+        return None
+    module, _, name = reward.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"Grader.reward={reward!r} cannot be imported: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"Grader.reward={reward!r} is not callable")
+    return found
+
+
+async def _outcome(sandbox: AsyncSandbox, grader: Grader, function: Any, result: CommandResult) -> Outcome:
+    if function is not None:
+        return await _called(sandbox, grader, function, result)
+    if grader.reward == "exit_code" or result.timed_out:
+        return Outcome(reward=1.0 if result.ok else 0.0, passed=result.ok, result=result)
+    path = grader.reward.removeprefix("file:")
+    raw = await sandbox.client.outside_read(path, limit=REWARD_BYTES)
+    if raw is None and not result.ok:
+        return Outcome(reward=0.0, passed=False, result=result)
+    text = None if raw is None else raw.decode("utf-8", "replace").strip()
+    reward = _number(text)
+    if reward is None:
+        found = "is not there" if text is None else f"holds {text[:60]!r}, which is no finite number"
+        raise GradeError(
+            f"the grader's reward file {path} {found} (its command exited with {result.exit_code})",
+            sandbox=sandbox.id,
+            task=sandbox.task.id,
+        )
+    return Outcome(reward=reward, passed=reward >= 1, result=result)
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+async def _called(sandbox: AsyncSandbox, grader: Grader, function: Any, result: CommandResult) -> Outcome:
+    where: dict[str, Any] = {"sandbox": sandbox.id, "task": sandbox.task.id}
+    try:
+        # On a thread: it is somebody's code and may take its time.
+        value = await asyncio.to_thread(function, result, sandbox.task)
+        if inspect.isawaitable(value):
+            value = await value
+    except Exception as error:
+        raise GradeError(f"{grader.reward} raised {type(error).__name__}: {error}", **where) from error
+    if isinstance(value, (bool, int, float)):
+        number = float(value)
+        if math.isfinite(number):
+            return Outcome(reward=number, passed=number >= 1, result=result)
+    elif value is None:
+        return Outcome(reward=None, passed=None, result=result)
+    raise GradeError(f"{grader.reward} gave {value!r}, which is no finite number", **where)
