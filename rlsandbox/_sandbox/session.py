@@ -5,11 +5,11 @@ How it is told what to do: its stdin is a pipe from us and holds, for each comma
     \command eval '<the command>' 0</dev/null 9>&-
     \command printf '\n%s %s\n' <nonce> "$?" >&9
 
-and descriptor 9 is a pipe to us. The command itself never has either of them (its own 0 is /dev/null or what it
-was given, 9 is closed), and while it runs the nonce lies unread in the pipe: nothing that it prints, to
-whichever descriptor, is an answer. ``command`` keeps a syntax error from ending the shell; the backslashes keep
-aliases out. The keeper sends an answer only after the output that was in the pipes before it, so output is
-whole when the answer is here.
+and descriptor 9 is a pipe to us. The command itself never has either of them (its own 0 is /dev/null or what
+it was given, 9 is closed), and while it runs the nonce lies unread in the pipe: nothing that it prints, to
+whichever descriptor, is an answer. ``command`` keeps a syntax error from ending the shell; the backslashes
+keep aliases out. The keeper sends an answer only after the output that was in the pipes before it, so output
+is whole when the answer is here.
 """
 
 from __future__ import annotations
