@@ -92,6 +92,8 @@ class Tag(IntEnum):
     OUTPUT_LIMIT = 27  # u64
     TIMEOUT_MS = 28  # u64
     UMASK = 29  # u32
+    MERGE = 30  # u32
+    RLIMIT = 31  # s * name=number or name=unlimited
     PATH = 40  # s
     OFFSET = 41  # u64
     LENGTH = 42  # u64

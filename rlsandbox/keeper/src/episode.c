@@ -1,0 +1,176 @@
+/* The episode's init: pid 1 of its pid namespace. Builds the view, gives up what it does not need, then only forks
+ * when the keeper asks, and reaps. It never reads anything that the episode wrote. */
+#include <fcntl.h>
+#include <net/if.h>
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+enum { MAX_LIVE = 2 * MAX_CHANNELS };
+
+struct init {
+    int ctl, sig;
+    struct { pid_t pid; uint32_t job; } live[MAX_LIVE];
+    unsigned n;
+};
+
+static void say(int ctl, struct emsg *m, size_t n, int fd)
+{
+    if (msg_send(ctl, m, n, &fd, fd >= 0 ? 1 : 0) < 0)
+        _exit(3); /* the keeper is gone */
+}
+
+static int loopback_up(struct err *e)
+{
+    struct ifreq r = {.ifr_flags = IFF_UP | IFF_RUNNING};
+    int s = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    if (s < 0)
+        return fail(e, errno, "open a socket to bring the loopback interface up");
+    strcpy(r.ifr_name, "lo");
+    int x = ioctl(s, SIOCSIFFLAGS, &r);
+    if (x < 0)
+        fail(e, errno, "bring the loopback interface up");
+    close(s);
+    return x;
+}
+
+static void reap(struct init *in)
+{
+    for (;;) {
+        int status;
+        pid_t p = waitpid(-1, &status, WNOHANG | __WALL);
+        if (p <= 0)
+            return;
+        for (unsigned i = 0; i < in->n; i++) {
+            if (in->live[i].pid != p)
+                continue;
+            struct emsg m = {.kind = E_EXITED, .job = in->live[i].job, .pid = p, .status = status};
+            in->live[i] = in->live[--in->n];
+            say(in->ctl, &m, EMSG_HEAD, -1);
+            break;
+        }
+    }
+}
+
+static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int *fds, size_t nfds)
+{
+    struct emsg back = {.kind = E_NOT_FORKED, .job = m->job, .status = EAGAIN};
+    int pidfd = -1;
+    if (in->n < MAX_LIVE) {
+        pid_t p = k_clone(SIGCHLD | CLONE_PIDFD, &pidfd);
+        if (p == 0) {
+            sigset_t none;
+            sigemptyset(&none);
+            sigprocmask(SIG_SETMASK, &none, NULL);
+            inside_run(m, body, n, fds);
+        }
+        if (p > 0) {
+            in->live[in->n].pid = p;
+            in->live[in->n++].job = m->job;
+            back.kind = E_FORKED;
+            back.pid = p;
+            back.status = 0;
+        } else
+            back.status = errno;
+    }
+    for (size_t i = 0; i < nfds; i++)
+        close(fds[i]);
+    say(in->ctl, &back, EMSG_HEAD, pidfd);
+    fd_close(&pidfd);
+}
+
+static void serve(struct init *in)
+{
+    static union {
+        struct emsg m;
+        uint8_t room[EMSG_HEAD + EMSG_INLINE + 64];
+    } u;
+    int fds[FD_KINDS + 1];
+    size_t nfds = COUNT_OF(fds);
+    ssize_t n = msg_recv(in->ctl, &u, sizeof u, fds, &nfds);
+    if (n <= 0)
+        _exit(n < 0 ? 4 : 0); /* the keeper is gone: this ends the namespace */
+    if ((size_t)n < EMSG_HEAD || u.m.body > (size_t)n - EMSG_HEAD)
+        _exit(5);
+    if (u.m.kind == E_KILL_ALL) {
+        struct emsg back = {.kind = E_KILLED, .job = u.m.job};
+        kill(-1, SIGKILL);
+        say(in->ctl, &back, EMSG_HEAD, -1);
+    } else
+        start(in, &u.m, u.room + EMSG_HEAD, u.m.body, fds, nfds);
+}
+
+_Noreturn void episode_main(struct keeper *k, int ctl)
+{
+    struct err e = {0};
+    struct emsg m = {.kind = E_VIEW_FAILED};
+    static struct init in;
+    char go;
+    int root = -1, proc = -1;
+    bool foreign = false;
+    in.ctl = ctl;
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    prctl(PR_SET_NAME, "rls-init");
+    /* ids are mapped once the keeper says so; a keeper that died meanwhile gives end of file */
+    if (recv(ctl, &go, 1, 0) != 1)
+        _exit(2);
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &set, NULL);
+    signal(SIGPIPE, SIG_DFL);
+    in.sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (in.sig < 0)
+        fail(&e, errno, "open a signalfd");
+    else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || loopback_up(&e) == 0)) {
+        if (*k->set.hostname && sethostname(k->set.hostname, strlen(k->set.hostname)) < 0)
+            fail(&e, errno, "set the host name");
+        else if (setsid() < 0 && errno != EPERM)
+            fail(&e, errno, "setsid");
+        else if (caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
+            m.kind = E_READY;
+    }
+    if (m.kind == E_READY) {
+        int fds[2] = {root, proc};
+        m.status = foreign;
+        if (msg_send(ctl, &m, EMSG_HEAD, fds, 2) < 0)
+            _exit(3);
+    } else {
+        m.status = e.no;
+        memcpy(m.what, e.what, sizeof m.what);
+        say(ctl, &m, sizeof m, -1);
+        _exit(1);
+    }
+    close(root);
+    close(proc);
+    /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay open */
+    int keep[2] = {ctl < in.sig ? ctl : in.sig, ctl < in.sig ? in.sig : ctl};
+    if (keep[0] > 0)
+        k_close_range(0, (unsigned)keep[0] - 1);
+    if (keep[1] > keep[0] + 1)
+        k_close_range((unsigned)keep[0] + 1, (unsigned)keep[1] - 1);
+    k_close_range((unsigned)keep[1] + 1, ~0u);
+    struct pollfd p[2] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}};
+    for (;;) {
+        if (poll(p, 2, -1) < 0 && errno != EINTR)
+            _exit(6);
+        if (p[1].revents) {
+            struct signalfd_siginfo si;
+            while (read(in.sig, &si, sizeof si) > 0)
+                ;
+            reap(&in);
+        }
+        if (p[0].revents)
+            serve(&in);
+    }
+}

@@ -1,0 +1,359 @@
+/* The hub's requests and the lives of its sandboxes. */
+#include "hub.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+#ifndef RLS_HASH
+#define RLS_HASH "unknown"
+#endif
+
+static struct member *member_find(struct hub *h, const char *name)
+{
+    for (struct member *m = h->members; m; m = m->next)
+        if (strcmp(m->name, name) == 0)
+            return m;
+    return NULL;
+}
+
+static void member_free(struct hub *h, struct member *m)
+{
+    for (struct member **p = &h->members; *p; p = &(*p)->next)
+        if (*p == m) {
+            *p = m->next;
+            break;
+        }
+    loop_drop(&h->loop, &m->src);
+    fd_close(&m->stream);
+    free(m);
+}
+
+static void create_failed(struct member *m, int no, const char *what)
+{
+    if (m->create_channel)
+        conn_fail(&m->hub->conn, m->create_channel, no, what);
+    m->create_channel = 0;
+}
+
+/* What the keeper says once: that it is ready, or why not. */
+static void from_keeper(struct src *s, uint32_t events)
+{
+    struct member *m = s->owner;
+    struct hub *h = m->hub;
+    static uint8_t room[64 << 10];
+    size_t none = 0;
+    (void)events;
+    ssize_t n = msg_recv(s->fd, room, sizeof room, NULL, &none);
+    if (n <= 0) {
+        loop_drop(&h->loop, s); /* its death is reported by the kernel */
+        return;
+    }
+    if (!m->create_channel)
+        return;
+    char what[300];
+    uint32_t no = (uint32_t)tlv_get(room, (size_t)n, TAG_ERRNO, 0);
+    if (no) {
+        if (tlv_str(room, (size_t)n, TAG_WHAT, what, sizeof what) < 0)
+            strcpy(what, "make a sandbox");
+        create_failed(m, (int)no, what);
+        return;
+    }
+    m->ready = true;
+    conn_send_fd(&h->conn, T_REPLY, m->create_channel, room, (size_t)n, m->stream);
+    m->stream = -1;
+    m->create_channel = 0;
+}
+
+static void on_child(struct src *s, uint32_t events)
+{
+    struct hub *h = s->owner;
+    struct signalfd_siginfo si;
+    int status;
+    pid_t p;
+    (void)events;
+    while (read(s->fd, &si, sizeof si) > 0)
+        ;
+    while ((p = waitpid(-1, &status, WNOHANG)) > 0) {
+        if (p == h->zygote_pid)
+            h->loop.stop = true;
+        for (struct member *m = h->members; m; m = m->next)
+            if (m->pid == p) {
+                create_failed(m, ECHILD, "make a sandbox: its keeper died");
+                if (m->dispose_channel)
+                    conn_send(&h->conn, T_REPLY, 0, m->dispose_channel, NULL, 0);
+                member_free(h, m);
+                break;
+            }
+    }
+}
+
+/* ---- CREATE ---- */
+
+struct base {
+    int fds[MAX_LOWERS + 1];
+    size_t n;
+};
+
+static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, struct err *e)
+{
+    char path[4096];
+    if (!n || n >= sizeof path || memchr(p, 0, n) || p[0] != '/')
+        return fail(e, EINVAL, "read a base directory: an absolute path is wanted");
+    memcpy(path, p, n);
+    path[n] = 0;
+    if (b->n == MAX_LOWERS)
+        return fail(e, E2BIG, "open the base: over %d directories", MAX_LOWERS);
+    int fd = place_open(h, path, e);
+    if (fd < 0)
+        return -1;
+    b->fds[b->n++] = fd;
+    return 0;
+}
+
+static int base_open(struct hub *h, struct base *b, const uint8_t *p, size_t n, struct err *e)
+{
+    struct tlv_in it = {p, n};
+    struct tlv t;
+    while (tlv_next(&it, &t) == 1)
+        if (t.tag == TAG_ROOT && base_add(h, b, t.p, t.len, e) < 0)
+            return -1;
+    it = (struct tlv_in){p, n};
+    while (tlv_next(&it, &t) == 1) {
+        if (t.tag != TAG_OVERLAY && t.tag != TAG_BIND)
+            continue;
+        const uint8_t *end = t.p + t.len, *s = memchr(t.p, '=', t.len);
+        if (!s)
+            return fail(e, EINVAL, "read an overlay or bind: no `=` in it");
+        for (s++;; s++) {
+            const uint8_t *colon = t.tag == TAG_OVERLAY ? memchr(s, ':', (size_t)(end - s)) : NULL;
+            if (base_add(h, b, s, (size_t)((colon ? colon : end) - s), e) < 0)
+                return -1;
+            if (!colon)
+                break;
+            s = colon;
+        }
+    }
+    int dev = place_dev(h, e);
+    if (dev < 0)
+        return -1;
+    b->fds[b->n++] = dev;
+    return 0;
+}
+
+static int facts_add(struct hub *h, struct buf *b)
+{
+    return put_fmt(b, TAG_FACT, "ids=%s", h->ids) < 0 || (strcmp(h->ids, "one") == 0 && put_str(b, TAG_KIND, "one") < 0) ? -1 : 0;
+}
+
+static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
+{
+    struct err e = {0};
+    struct base base = {.n = 0};
+    struct buf settings = {0};
+    int stream[2] = {-1, -1}, sock[2] = {-1, -1};
+    struct member *m = calloc(1, sizeof *m);
+    if (!m)
+        fail(&e, ENOMEM, "make room for a sandbox");
+    else if (tlv_str(p, n, TAG_MEMBER, m->name, sizeof m->name) <= 0)
+        fail(&e, EINVAL, "make a sandbox: it needs a name under %zu bytes", sizeof m->name);
+    else if (member_find(h, m->name))
+        fail(&e, EEXIST, "make sandbox %s", m->name);
+    else if (base_open(h, &base, p, n, &e) == 0) {
+        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
+            fail(&e, errno, "make socket pairs for a sandbox");
+        else if (buf_add(&settings, p, n) < 0 || facts_add(h, &settings) < 0)
+            fail(&e, errno, "prepare a sandbox's settings");
+        else if ((m->pid = zygote_fork(h, sock[1], stream[1], &e)) > 0 &&
+                 msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
+            fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
+    }
+    for (size_t i = 0; i < base.n; i++)
+        close(base.fds[i]);
+    fd_close(&sock[1]);
+    fd_close(&stream[1]);
+    buf_free(&settings);
+    if (!e.no) {
+        m->hub = h;
+        m->create_channel = channel;
+        m->stream = stream[0];
+        m->next = h->members;
+        h->members = m;
+        if (loop_add(&h->loop, &m->src, sock[0], EPOLLIN, from_keeper, m) < 0)
+            create_failed(m, errno, "watch a sandbox's keeper");
+        return;
+    }
+    conn_fail(&h->conn, channel, e.no, e.what);
+    if (m && m->pid > 0) { /* reaped as nobody's child */
+        kill(m->pid, SIGKILL);
+    }
+    fd_close(&sock[0]);
+    fd_close(&stream[0]);
+    free(m);
+}
+
+/* ---- the other requests ---- */
+
+static void dispose(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
+{
+    char name[128];
+    struct member *m;
+    if (tlv_str(p, n, TAG_MEMBER, name, sizeof name) <= 0 || !(m = member_find(h, name))) {
+        conn_send(&h->conn, T_REPLY, 0, channel, NULL, 0); /* gone is what was wanted */
+        return;
+    }
+    if (m->dispose_channel) {
+        conn_fail(&h->conn, channel, EALREADY, "dispose of a sandbox: it is being done");
+        return;
+    }
+    m->dispose_channel = channel;
+    create_failed(m, ECANCELED, "make a sandbox: it was disposed of");
+    kill(m->pid, SIGKILL);
+}
+
+static void list(struct hub *h, uint32_t channel)
+{
+    struct buf b = {0};
+    int r = 0;
+    for (struct member *m = h->members; m && r == 0; m = m->next)
+        r = put_str(&b, TAG_MEMBER, m->name);
+    if (r < 0)
+        conn_fail(&h->conn, channel, errno, "list sandboxes");
+    else
+        conn_send_fd(&h->conn, T_REPLY, channel, b.p, b.len, -1);
+    buf_free(&b);
+}
+
+static void do_probe(struct hub *h, uint32_t channel)
+{
+    struct buf b = {0};
+    probe(h, &b);
+    conn_send_fd(&h->conn, T_REPLY, channel, b.p, b.len, -1);
+    buf_free(&b);
+}
+
+static bool on_frame(struct conn *c, const struct frame *f)
+{
+    struct hub *h = c->owner;
+    struct tlv_in it = {f->p, f->len};
+    struct tlv t;
+    int r;
+    if (f->type == T_PING || f->type == T_PONG) {
+        if (f->channel || f->len > 64)
+            return false;
+        if (f->type == T_PING)
+            conn_send(c, T_PONG, 0, 0, f->p, f->len);
+        return true;
+    }
+    if (f->type == T_HELLO) {
+        struct buf b = {0};
+        bool ok = put_u32(&b, TAG_VERSION, RLS_VERSION) == 0 && put_str(&b, TAG_HASH, RLS_HASH) == 0 && put_str(&b, TAG_MODE, "hub") == 0 && put_fmt(&b, TAG_FACT, "ids=%s", h->ids) == 0;
+        if (ok && tlv_get(f->p, f->len, TAG_VERSION, 0) == RLS_VERSION)
+            conn_send(c, T_WELCOME, 0, 0, b.p, b.len);
+        else
+            ok = false;
+        buf_free(&b);
+        return ok;
+    }
+    if (f->type != T_REQ || !f->channel || f->flags & F_MORE) /* a hub's requests fit a frame */
+        return false;
+    while ((r = tlv_next(&it, &t)) == 1)
+        ;
+    if (r < 0)
+        return false;
+    switch (tlv_get(f->p, f->len, TAG_OP, 0)) {
+    case OP_HUB_CREATE: create(h, f->channel, f->p, f->len); return true;
+    case OP_HUB_DISPOSE: dispose(h, f->channel, f->p, f->len); return true;
+    case OP_HUB_LIST: list(h, f->channel); return true;
+    case OP_HUB_PROBE: do_probe(h, f->channel); return true;
+    }
+    conn_fail(c, f->channel, ENOSYS, "carry out a request: this hub does not know it");
+    return true;
+}
+
+static void on_client(struct src *s, uint32_t events)
+{
+    struct hub *h = s->owner;
+    if ((events & ~(uint32_t)EPOLLOUT) && conn_read(&h->conn) < 0)
+        h->loop.stop = true;
+}
+
+static void on_client_death(struct src *s, uint32_t events)
+{
+    struct hub *h = s->owner;
+    (void)events;
+    h->loop.stop = true;
+}
+
+static int start(struct hub *h, int fd, pid_t client, struct err *e)
+{
+    sigset_t set;
+    struct rlimit rl;
+    int pidfd = k_pidfd_open(client), sig;
+    if (pidfd < 0)
+        return fail(e, errno, "watch the client, process %d", (int)client);
+    if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {
+        rl.rlim_cur = rl.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &rl);
+    }
+    h->self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
+    if (h->self < 0)
+        return fail(e, errno, "open the own program");
+    if (ids_setup(h, e) < 0 || place_setup(h, e) < 0)
+        return -1;
+    prctl(PR_SET_DUMPABLE, 0);
+    if (zygote_start(h, e) < 0)
+        return -1;
+    sigemptyset(&set);
+    sigaddset(&set, SIGCHLD);
+    sigprocmask(SIG_BLOCK, &set, NULL);
+    sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
+    if (sig < 0 || loop_init(&h->loop) < 0 || conn_init(&h->conn, fd, on_frame, h) < 0 ||
+        loop_add(&h->loop, &h->client, fd, EPOLLIN, on_client, h) < 0 ||
+        loop_add(&h->loop, &h->client_pid, pidfd, EPOLLIN, on_client_death, h) < 0 ||
+        loop_add(&h->loop, &h->child, sig, EPOLLIN, on_child, h) < 0)
+        return fail(e, errno, "prepare the hub's loop");
+    return 0;
+}
+
+int hub_main(int fd, pid_t client)
+{
+    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1};
+    struct err e = {0};
+    prctl(PR_SET_NAME, "rls-hub");
+    signal(SIGPIPE, SIG_IGN);
+    fcntl(fd, F_SETFD, FD_CLOEXEC);
+    if (start(&h, fd, client, &e) < 0) {
+        struct conn c;
+        if (conn_init(&c, fd, on_frame, NULL) == 0) { /* channel 0: the hub as a whole cannot */
+            conn_fail(&c, 0, e.no, e.what);
+            conn_flush(&c);
+        }
+        fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no));
+        return 1;
+    }
+    while (!h.loop.stop) {
+        if (loop_turn(&h.loop, -1) < 0)
+            break;
+        int r = conn_flush(&h.conn);
+        if (r < 0)
+            break;
+        loop_want(&h.loop, &h.client, (conn_stalled(&h.conn) ? 0 : EPOLLIN) | (r ? EPOLLOUT : 0));
+    }
+    for (struct member *m = h.members; m; m = m->next)
+        kill(m->pid, SIGKILL);
+    kill(h.zygote_pid, SIGKILL);
+    while (wait(NULL) > 0 || errno == EINTR)
+        ;
+    return 0;
+}

@@ -1,0 +1,46 @@
+/* The hub: one process for all sandboxes of one pool on one machine. */
+#ifndef RLS_HUB_H
+#define RLS_HUB_H
+#include "frames.h"
+#include "loop.h"
+
+struct member {
+    struct member *next;
+    struct hub *hub;
+    char name[128];
+    pid_t pid;
+    uint32_t create_channel, dispose_channel; /* waiting for an answer; 0: none */
+    int stream;                               /* the client's end until CREATE is answered */
+    struct src src;                           /* socket pair with the keeper */
+    bool ready, dying;
+};
+
+struct hub {
+    struct loop loop;
+    struct conn conn;
+    struct src client, client_pid, child;
+    struct member *members;
+    int host;    /* the machine's root */
+    int self;    /* this program */
+    int userns;  /* root: the user namespace of every sandbox; else -1 */
+    int zygote;
+    pid_t zygote_pid;
+    char ids[16]; /* idmapped, range, one */
+};
+
+/* ids.c */
+int ids_setup(struct hub *h, struct err *e);
+/* place.c: the hub's own root, /dev, base directories */
+int place_setup(struct hub *h, struct err *e);
+int place_open(struct hub *h, const char *path, struct err *e); /* a detached clone of a directory or file of the machine */
+int place_dev(struct hub *h, struct err *e);
+/* zygote.c */
+int zygote_start(struct hub *h, struct err *e);
+pid_t zygote_fork(struct hub *h, int keeper_sock, int stream, struct err *e);
+int zygote_main(int sock);
+/* probe.c */
+void probe(struct hub *h, struct buf *b);
+/* hub.c */
+int hub_main(int fd, pid_t client);
+
+#endif

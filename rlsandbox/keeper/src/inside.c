@@ -1,0 +1,619 @@
+/* What a child of the episode's init does: start a program, or one file operation. It runs in the episode, with the
+ * episode's rights, on the episode's paths; whatever happens here happens to the episode. */
+#include <dirent.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <limits.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+struct inside {
+    int result;
+    const uint8_t *p; /* TLV */
+    size_t n;
+    uid_t uid;
+    gid_t gid;
+    char home[256], shell[256], name[64];
+    bool has_user;
+};
+
+static _Noreturn void give_up(struct inside *in, struct err *e)
+{
+    struct buf b = {0};
+    char kind = 'F';
+    buf_add(&b, &kind, 1);
+    put_u32(&b, TAG_ERRNO, (uint32_t)e->no);
+    put_str(&b, TAG_WHAT, e->what);
+    put_str(&b, TAG_TEXT, strerror(e->no));
+    if (in->result >= 0)
+        (void)!write_all(in->result, b.p, b.len);
+    _exit(127);
+}
+
+static _Noreturn void done(struct inside *in, struct buf *reply)
+{
+    char kind = 'R';
+    struct buf b = {0};
+    if (buf_add(&b, &kind, 1) < 0 || buf_add(&b, reply->p, reply->len) < 0 || write_all(in->result, b.p, b.len) < 0)
+        _exit(1);
+    _exit(0);
+}
+
+/* ---- users ---- */
+
+/* One line of /etc/passwd or /etc/group whose field `key` (0 name, 2 number) is `want`; fields are cut in place. */
+static int table_find(const char *path, unsigned key, const char *want, char *line, size_t cap, char **field, unsigned nfield)
+{
+    FILE *f = fopen(path, "re");
+    if (!f)
+        return -1;
+    int found = 0;
+    while (!found && fgets(line, (int)cap, f)) {
+        size_t n = strlen(line);
+        if (n && line[n - 1] == '\n')
+            line[n - 1] = 0;
+        unsigned k = 0;
+        char *s = line;
+        for (; k < nfield; k++) {
+            field[k] = s;
+            s = strchr(s, ':');
+            if (!s) {
+                k++;
+                break;
+            }
+            *s++ = 0;
+        }
+        if (k > key && strcmp(field[key], want) == 0) {
+            for (; k < nfield; k++)
+                field[k] = line + strlen(line);
+            found = 1;
+        }
+    }
+    fclose(f);
+    return found;
+}
+
+static int number(const char *s, unsigned long *out)
+{
+    char *end;
+    if (*s < '0' || *s > '9')
+        return -1;
+    errno = 0;
+    *out = strtoul(s, &end, 10);
+    return errno || *end || *out > 65535 * 65536ul ? -1 : 0;
+}
+
+static int user_find(struct inside *in, const char *spec, struct err *e)
+{
+    static char line[4096];
+    char name[128], *field[7], *group;
+    unsigned long v;
+    if (path_join(name, sizeof name, "%s", spec) < 0)
+        return fail(e, EINVAL, "find user %.60s: the name is too long", spec);
+    group = strchr(name, ':');
+    if (group)
+        *group++ = 0;
+    bool numeric = number(name, &v) == 0;
+    int found = table_find("/etc/passwd", numeric ? 2 : 0, name, line, sizeof line, field, 7);
+    if (found == 1) {
+        unsigned long g;
+        if (number(field[2], &v) < 0 || number(field[3], &g) < 0)
+            return fail(e, EINVAL, "find user %s: /etc/passwd has no number for it", name);
+        in->gid = (gid_t)g;
+        path_join(in->name, sizeof in->name, "%s", field[0]);
+        path_join(in->home, sizeof in->home, "%s", field[5]);
+        path_join(in->shell, sizeof in->shell, "%s", field[6]);
+    } else if (!numeric && strcmp(name, "root") == 0) {
+        v = 0;
+    } else if (!numeric) {
+        return fail(e, ENOENT, "find user %s in the sandbox's /etc/passwd", name);
+    } else
+        in->gid = (gid_t)v;
+    in->uid = (uid_t)v;
+    if (group) {
+        if (number(group, &v) < 0) {
+            if (table_find("/etc/group", 0, group, line, sizeof line, field, 3) != 1 || number(field[2], &v) < 0)
+                return fail(e, ENOENT, "find group %s in the sandbox's /etc/group", group);
+        }
+        in->gid = (gid_t)v;
+    }
+    in->has_user = true;
+    return 0;
+}
+
+/* Supplementary groups of a named user, as login has them. */
+static int user_groups(struct inside *in, gid_t *g, size_t room)
+{
+    static char line[16384];
+    size_t n = 0;
+    g[n++] = in->gid;
+    FILE *f = *in->name ? fopen("/etc/group", "re") : NULL;
+    if (!f)
+        return (int)n;
+    while (fgets(line, sizeof line, f)) {
+        char *save = NULL, *field[4] = {0};
+        size_t len = strlen(line);
+        if (len && line[len - 1] == '\n')
+            line[len - 1] = 0;
+        char *s = line;
+        unsigned k = 0;
+        while (s && k < 4) {
+            field[k++] = s;
+            s = strchr(s, ':');
+            if (s)
+                *s++ = 0;
+        }
+        unsigned long v;
+        if (k < 4 || number(field[2], &v) < 0)
+            continue;
+        for (char *m = strtok_r(field[3], ",", &save); m; m = strtok_r(NULL, ",", &save))
+            if (strcmp(m, in->name) == 0 && v != in->gid && n < room) {
+                g[n++] = (gid_t)v;
+                break;
+            }
+    }
+    fclose(f);
+    return (int)n;
+}
+
+static int user_become(struct inside *in, struct err *e)
+{
+    gid_t groups[64];
+    if (!in->has_user || (in->uid == 0 && in->gid == 0))
+        return 0;
+    int n = user_groups(in, groups, COUNT_OF(groups));
+    for (int fd = 0; fd <= 9; fd++) { /* its own pipes: /dev/stdout can be opened again */
+        struct stat st;
+        if (fstat(fd, &st) == 0 && S_ISFIFO(st.st_mode) && st.st_uid == 0)
+            (void)!fchown(fd, in->uid, in->gid);
+    }
+    if (syscall(SYS_setgroups, n, groups) < 0)
+        return fail(e, errno, "set the groups of user %u", in->uid);
+    if (syscall(SYS_setresgid, in->gid, in->gid, in->gid) < 0)
+        return fail(e, errno, "become group %u", in->gid);
+    if (syscall(SYS_setresuid, in->uid, in->uid, in->uid) < 0)
+        return fail(e, errno, "become user %u", in->uid);
+    return 0;
+}
+
+/* ---- programs ---- */
+
+static int set_limits(struct inside *in, struct err *e)
+{
+    static const struct { const char *name; int what; } names[] = {
+        {"nofile", RLIMIT_NOFILE}, {"nproc", RLIMIT_NPROC}, {"core", RLIMIT_CORE}, {"cpu", RLIMIT_CPU},
+        {"fsize", RLIMIT_FSIZE}, {"stack", RLIMIT_STACK}, {"as", RLIMIT_AS}, {"memlock", RLIMIT_MEMLOCK},
+    };
+    struct tlv_in it = {in->p, in->n};
+    struct tlv t;
+    while (tlv_next(&it, &t) == 1) {
+        char s[64], *eq;
+        if (t.tag != TAG_RLIMIT)
+            continue;
+        if (t.len >= sizeof s)
+            return fail(e, EINVAL, "read a resource limit: it is too long");
+        memcpy(s, t.p, t.len);
+        s[t.len] = 0;
+        eq = strchr(s, '=');
+        if (!eq)
+            return fail(e, EINVAL, "read resource limit %s: it has no `=`", s);
+        *eq++ = 0;
+        size_t i = 0;
+        while (i < COUNT_OF(names) && strcmp(names[i].name, s))
+            i++;
+        if (i == COUNT_OF(names))
+            return fail(e, EINVAL, "set resource limit %s: unknown", s);
+        rlim_t v = strcmp(eq, "unlimited") == 0 ? RLIM_INFINITY : strtoull(eq, NULL, 10);
+        struct rlimit r = {v, v};
+        if (setrlimit(names[i].what, &r) < 0)
+            return fail(e, errno, "set resource limit %s to %s", s, eq);
+    }
+    return 0;
+}
+
+static const char *env_get(char **env, const char *name)
+{
+    size_t n = strlen(name);
+    for (; *env; env++)
+        if (strncmp(*env, name, n) == 0 && (*env)[n] == '=')
+            return *env + n + 1;
+    return NULL;
+}
+
+static void env_default(char **env, size_t *n, const char *name, const char *value)
+{
+    char *s;
+    if (env_get(env, name) || !*value || asprintf(&s, "%s=%s", name, value) < 0)
+        return;
+    env[(*n)++] = s;
+    env[*n] = NULL;
+}
+
+/* exec along PATH the way execvpe does, except that a file without `#!` is no shell script */
+static void exec_path(char **argv, char **env)
+{
+    char path[PATH_MAX + NAME_MAX + 2];
+    if (strchr(argv[0], '/')) {
+        execve(argv[0], argv, env);
+        return;
+    }
+    const char *s = env_get(env, "PATH");
+    int no = ENOENT;
+    if (!s)
+        s = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+    if (!*argv[0]) {
+        errno = ENOENT;
+        return;
+    }
+    for (;;) {
+        const char *end = strchrnul(s, ':');
+        if (path_join(path, sizeof path, "%.*s%s%s", (int)(end - s), s, end > s ? "/" : "", argv[0]) == 0) {
+            execve(path, argv, env);
+            if (errno == EACCES)
+                no = EACCES;
+            else if (errno != ENOENT && errno != ENOTDIR)
+                return;
+        }
+        if (!*end)
+            break;
+        s = end + 1;
+    }
+    errno = no;
+}
+
+static int script_place(const struct tlv *t, struct err *e)
+{
+    int fd = (int)syscall(SYS_memfd_create, "script", 3 /* CLOEXEC, ALLOW_SEALING */);
+    if (fd < 0)
+        return fail(e, errno, "make a memory file for the script");
+    if (write_all(fd, t->p, t->len) < 0)
+        return fail(e, errno, "write the script to its memory file");
+    lseek(fd, 0, SEEK_SET);
+    if (fcntl(fd, F_ADD_SEALS, F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE) < 0)
+        return fail(e, errno, "seal the script");
+    if (dup2(fd, 9) < 0)
+        return fail(e, errno, "place the script");
+    if (fd != 9)
+        close(fd);
+    return 0;
+}
+
+static void keep_alive_signals(void)
+{
+    for (int s = 1; s < 65; s++)
+        if (s != SIGKILL && s != SIGSTOP)
+            signal(s, SIG_DFL);
+}
+
+static _Noreturn void run_program(struct inside *in, uint8_t *body)
+{
+    struct err e = {0};
+    struct tlv_in it = {in->p, in->n};
+    struct tlv t, script = {0};
+    size_t na = 0, ne = 0;
+    char cwd[PATH_MAX];
+    while (tlv_next(&it, &t) == 1) {
+        na += t.tag == TAG_ARG;
+        ne += t.tag == TAG_ENV;
+        if (t.tag == TAG_SCRIPT)
+            script = t;
+    }
+    char **argv = calloc(na + 1, sizeof *argv), **env = calloc(ne + 8, sizeof *env);
+    if (!argv || !env) {
+        fail(&e, ENOMEM, "make room for %zu arguments", na);
+        give_up(in, &e);
+    }
+    if (set_limits(in, &e) < 0)
+        give_up(in, &e);
+    if (script.p && script_place(&script, &e) < 0)
+        give_up(in, &e);
+    int cwd_len = tlv_str(in->p, in->n, TAG_CWD, cwd, sizeof cwd);
+    if (cwd_len == -2) {
+        fail(&e, ENAMETOOLONG, "read the working directory");
+        give_up(in, &e);
+    }
+    umask((mode_t)tlv_get(in->p, in->n, TAG_UMASK, 022) & 0777);
+    if (user_become(in, &e) < 0)
+        give_up(in, &e);
+    if (cwd_len > 0 && chdir(cwd) < 0) {
+        fail(&e, errno, "enter the working directory %.200s", cwd);
+        give_up(in, &e);
+    }
+    /* strings end where the next field's number begins: read all of it first, then put the zeroes */
+    it = (struct tlv_in){in->p, in->n};
+    size_t a = 0, v = 0;
+    while (tlv_next(&it, &t) == 1) {
+        if (t.tag == TAG_ARG)
+            argv[a++] = (char *)(body + (t.p - body));
+        else if (t.tag == TAG_ENV)
+            env[v++] = (char *)(body + (t.p - body));
+    }
+    it = (struct tlv_in){in->p, in->n};
+    struct tlv before = {0};
+    while (tlv_next(&it, &t) == 1) {
+        if (before.tag == TAG_ARG || before.tag == TAG_ENV)
+            body[before.p - body + before.len] = 0;
+        before = t;
+    }
+    if (before.tag == TAG_ARG || before.tag == TAG_ENV)
+        body[before.p - body + before.len] = 0;
+    if (in->has_user) {
+        env_default(env, &v, "HOME", *in->home ? in->home : in->uid ? "/" : "/root");
+        env_default(env, &v, "USER", in->name);
+        env_default(env, &v, "LOGNAME", in->name);
+        env_default(env, &v, "SHELL", in->shell);
+    }
+    exec_path(argv, env);
+    fail(&e, errno, "start %.200s", argv[0]);
+    give_up(in, &e);
+}
+
+/* ---- files ---- */
+
+static void entry_put(struct buf *b, const struct stat *st, const char *name, uint32_t n)
+{
+    uint8_t h[37];
+    uint64_t mtime = (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec, size = (uint64_t)st->st_size;
+    h[0] = S_ISREG(st->st_mode) ? 'f' : S_ISDIR(st->st_mode) ? 'd' : S_ISLNK(st->st_mode) ? 'l' : 'o';
+    set_u32(h + 1, st->st_mode & 07777);
+    set_u32(h + 5, st->st_uid);
+    set_u32(h + 9, st->st_gid);
+    set_u32(h + 13, (uint32_t)size);
+    set_u32(h + 17, (uint32_t)(size >> 32));
+    set_u32(h + 21, (uint32_t)mtime);
+    set_u32(h + 25, (uint32_t)(mtime >> 32));
+    set_u32(h + 29, n);
+    buf_add(b, h, 33);
+    buf_add(b, name, n);
+}
+
+static void list_dir(struct inside *in, const char *path, int out, struct err *e)
+{
+    struct buf b = {0}, reply = {0};
+    uint64_t count = 0;
+    DIR *d = opendir(path);
+    if (!d) {
+        fail(e, errno, "open directory %.200s", path);
+        give_up(in, e);
+    }
+    struct dirent *x;
+    while (errno = 0, (x = readdir(d))) {
+        struct stat st;
+        if (!strcmp(x->d_name, ".") || !strcmp(x->d_name, ".."))
+            continue;
+        if (fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue; /* gone meanwhile */
+        entry_put(&b, &st, x->d_name, (uint32_t)strlen(x->d_name));
+        count++;
+        if (b.len > 16384) {
+            if (write_all(out, b.p, b.len) < 0)
+                _exit(1);
+            b.len = 0;
+        }
+    }
+    if (errno) {
+        fail(e, errno, "read directory %.200s", path);
+        give_up(in, e);
+    }
+    if (write_all(out, b.p, b.len) < 0)
+        _exit(1);
+    put_u64(&reply, TAG_COUNT, count);
+    done(in, &reply);
+}
+
+static void stat_path(struct inside *in, const char *path, int out, struct err *e)
+{
+    struct buf b = {0}, reply = {0};
+    struct stat st;
+    if (lstat(path, &st) < 0) {
+        fail(e, errno, "look at %.200s", path);
+        give_up(in, e);
+    }
+    const char *name = strrchr(path, '/');
+    name = name ? name + 1 : path;
+    entry_put(&b, &st, name, (uint32_t)strlen(name));
+    if (write_all(out, b.p, b.len) < 0)
+        _exit(1);
+    done(in, &reply);
+}
+
+static void read_path(struct inside *in, const char *path, int out, struct err *e)
+{
+    static uint8_t room[64 << 10];
+    struct stat st;
+    struct buf reply = {0};
+    uint64_t at = tlv_get(in->p, in->n, TAG_OFFSET, 0), left = tlv_get(in->p, in->n, TAG_LENGTH, UINT64_MAX);
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    if (fd < 0 || fstat(fd, &st) < 0) {
+        fail(e, errno, "open %.200s", path);
+        give_up(in, e);
+    }
+    if (!S_ISREG(st.st_mode)) {
+        fail(e, S_ISDIR(st.st_mode) ? EISDIR : EINVAL, "read %.200s: not a regular file", path);
+        give_up(in, e);
+    }
+    if (at > INT64_MAX || (at && lseek(fd, (off_t)at, SEEK_SET) < 0)) {
+        fail(e, at > INT64_MAX ? EINVAL : errno, "seek in %.200s", path);
+        give_up(in, e);
+    }
+    while (left) {
+        ssize_t r = read(fd, room, left < sizeof room ? (size_t)left : sizeof room);
+        if (r < 0 && errno == EINTR)
+            continue;
+        if (r < 0) {
+            fail(e, errno, "read %.200s", path);
+            give_up(in, e);
+        }
+        if (!r)
+            break;
+        if (write_all(out, room, (size_t)r) < 0)
+            _exit(1);
+        left -= (uint64_t)r;
+    }
+    put_u64(&reply, TAG_SIZE, (uint64_t)st.st_size);
+    put_u32(&reply, TAG_FILE_MODE, st.st_mode & 07777);
+    done(in, &reply);
+}
+
+static void make_parents(char *path)
+{
+    for (char *s = path + 1; *s; s++)
+        if (*s == '/') {
+            *s = 0;
+            mkdir(path, 0755); /* what is wrong with it shows when the file is opened */
+            *s = '/';
+        }
+}
+
+static void write_path(struct inside *in, char *path, int from, struct err *e)
+{
+    static uint8_t room[64 << 10];
+    struct buf reply = {0};
+    struct tlv t;
+    uint64_t size = 0;
+    uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
+    bool has_mode = tlv_find(in->p, in->n, TAG_FILE_MODE, &t);
+    mode_t mode = has_mode ? (mode_t)tlv_uint(&t, 0644) & 07777 : 0644;
+    if (flags & W_PARENTS)
+        make_parents(path);
+    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (flags & W_APPEND ? O_APPEND : 0) | (flags & W_EXCLUSIVE ? O_EXCL : 0), 0644);
+    struct stat st;
+    if (fd < 0 || fstat(fd, &st) < 0) {
+        fail(e, errno, "open %.200s for writing", path);
+        give_up(in, e);
+    }
+    if (!S_ISREG(st.st_mode)) {
+        fail(e, EINVAL, "write %.200s: not a regular file", path);
+        give_up(in, e);
+    }
+    if (!(flags & W_APPEND) && st.st_size && ftruncate(fd, 0) < 0) {
+        fail(e, errno, "empty %.200s", path);
+        give_up(in, e);
+    }
+    for (;;) {
+        ssize_t r = read(from, room, sizeof room);
+        if (r < 0 && errno == EINTR)
+            continue;
+        if (r < 0)
+            _exit(1);
+        if (!r)
+            break;
+        if (write_all(fd, room, (size_t)r) < 0) {
+            fail(e, errno, "write %.200s", path);
+            give_up(in, e);
+        }
+        size += (uint64_t)r;
+    }
+    if (has_mode && fchmod(fd, mode) < 0) {
+        fail(e, errno, "set the mode of %.200s", path);
+        give_up(in, e);
+    }
+    if (close(fd) < 0) {
+        fail(e, errno, "write %.200s", path);
+        give_up(in, e);
+    }
+    put_u64(&reply, TAG_SIZE, size);
+    done(in, &reply);
+}
+
+/* ---- the way in ---- */
+
+/* Puts the descriptors that came (in emsg order) on their numbers; `result` ends on a close-on-exec one above. */
+static int place_fds(struct inside *in, const struct emsg *m, const int *fds, int *body, struct err *e)
+{
+    static const struct { uint32_t bit; int to; } where[] = {
+        {FD_IN, 0}, {FD_OUT, 1}, {FD_ERR, 2}, {FD_CTL_IN, 8}, {FD_CTL_OUT, 9},
+    };
+    int at[FD_KINDS], n = 0;
+    for (int bit = 0; bit < FD_KINDS; bit++) {
+        at[bit] = -1;
+        if (m->fds & 1u << bit) { /* out of the way of 0..9 first */
+            at[bit] = fcntl(fds[n++], F_DUPFD_CLOEXEC, 10);
+            if (at[bit] < 0)
+                return fail(e, errno, "place descriptors");
+        }
+    }
+    in->result = at[0];
+    *body = at[6];
+    k_close_range(0, 9);
+    for (size_t i = 0; i < COUNT_OF(where); i++)
+        for (int bit = 0; bit < FD_KINDS; bit++)
+            if (where[i].bit == 1u << bit && at[bit] >= 0 && dup2(at[bit], where[i].to) < 0)
+                return fail(e, errno, "place descriptor %d", where[i].to);
+    if (!(m->fds & FD_IN)) {
+        int null = open("/dev/null", O_RDWR);
+        if (null < 0 || (null != 0 && dup2(null, 0) < 0))
+            return fail(e, errno, "open /dev/null");
+        if (null > 2)
+            close(null);
+    }
+    if (!(m->fds & FD_OUT) && dup2(0, 1) < 0)
+        return fail(e, errno, "place descriptor 1");
+    if (!(m->fds & FD_ERR) && dup2(m->op == OP_SPAWN ? 1 : 0, 2) < 0)
+        return fail(e, errno, "place descriptor 2");
+    return 0;
+}
+
+_Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds)
+{
+    struct inside in = {.result = -1};
+    struct err e = {0};
+    int memory = -1;
+    char user[128], path[PATH_MAX];
+    keep_alive_signals();
+    setsid();
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    if (place_fds(&in, m, fds, &memory, &e) < 0)
+        give_up(&in, &e);
+    (void)!write_file("/proc/self/oom_score_adj", "500"); /* fails in a foreign /proc, where it may */
+    if (memory >= 0) {
+        struct stat st;
+        if (fstat(memory, &st) < 0 || st.st_size <= 0) {
+            fail(&e, EIO, "map the request");
+            give_up(&in, &e);
+        }
+        /* its last byte is room for a zero */
+        body = mmap(NULL, (size_t)st.st_size, PROT_READ | PROT_WRITE, MAP_PRIVATE, memory, 0);
+        if (body == MAP_FAILED) {
+            fail(&e, errno, "map the request");
+            give_up(&in, &e);
+        }
+        n = (size_t)st.st_size - 1;
+        close(memory);
+    }
+    in.p = body;
+    in.n = n;
+    int r = tlv_str(body, n, TAG_USER, user, sizeof user);
+    if (r == -2) {
+        fail(&e, EINVAL, "read the user's name");
+        give_up(&in, &e);
+    }
+    if (r > 0 && user_find(&in, user, &e) < 0)
+        give_up(&in, &e);
+    if (m->op == OP_SPAWN)
+        run_program(&in, body);
+    if (user_become(&in, &e) < 0)
+        give_up(&in, &e);
+    if (tlv_str(body, n, TAG_PATH, path, sizeof path) <= 0) {
+        fail(&e, EINVAL, "read the path");
+        give_up(&in, &e);
+    }
+    if (chdir("/") < 0)
+        _exit(1);
+    switch (m->op) {
+    case OP_READ: read_path(&in, path, 1, &e); break;
+    case OP_WRITE: write_path(&in, path, 0, &e); break;
+    case OP_LIST: list_dir(&in, path, 1, &e); break;
+    case OP_STAT: stat_path(&in, path, 1, &e); break;
+    }
+    _exit(1);
+}

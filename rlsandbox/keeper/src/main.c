@@ -1,0 +1,47 @@
+/* keeper: starts episodes, runs commands, resets, reports residue. docs/protocol.md says how it is spoken to. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "hub.h"
+#include "protocol.h"
+
+#ifndef RLS_HASH
+#define RLS_HASH "unknown"
+#endif
+
+static int usage(void)
+{
+    fputs("usage: keeper hub --fd N [--client PID]   (started by rlsandbox)\n"
+          "       keeper version\n", stderr);
+    return 2;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc == 2 && strcmp(argv[1], "version") == 0) {
+        printf("keeper protocol=%d hash=%s\n", RLS_VERSION, RLS_HASH);
+        return 0;
+    }
+    if (argc == 2 && strcmp(argv[1], "zygote") == 0)
+        return zygote_main(3);
+    if (argc >= 4 && strcmp(argv[1], "hub") == 0) {
+        int fd = -1;
+        pid_t client = getppid();
+        for (int i = 2; i + 1 < argc; i += 2) {
+            char *end;
+            long v = strtol(argv[i + 1], &end, 10);
+            if (*end || v < 0 || v > 0x7fffffff)
+                return usage();
+            if (strcmp(argv[i], "--fd") == 0)
+                fd = (int)v;
+            else if (strcmp(argv[i], "--client") == 0)
+                client = (pid_t)v;
+            else
+                return usage();
+        }
+        return fd < 0 ? usage() : hub_main(fd, client);
+    }
+    return usage();
+}

@@ -1,0 +1,133 @@
+/* What the keeper mounts in its own mount namespace:
+ *   /k          a small tmpfs of its own: directories and mount points, nothing of the episode
+ *   /k/l/<i>    the base's directories (and files, for binds), attached from descriptors
+ *   /k/dev      the read-only /dev
+ *   /k/skel     lowest lower of `/`: the directories that every view needs
+ *   /k/u/<gen>  the upper layer of episode number gen: u/<overlay>, w/<overlay>, shm
+ *   /k/new      where the next view is put together */
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+static int make_dir(const char *path, mode_t mode, struct err *e)
+{
+    if (mkdir(path, mode) < 0 && errno != EEXIST)
+        return fail(e, errno, "make directory %s", path);
+    if (chmod(path, mode) < 0)
+        return fail(e, errno, "chmod %s", path);
+    return 0;
+}
+
+/* every directory of `target` below /k/skel, and a file at its end when asked for */
+static int skel_add(const char *target, bool file, struct err *e)
+{
+    char path[TARGET_MAX + 16];
+    if (path_join(path, sizeof path, "/k/skel%s", target) < 0)
+        return fail(e, ENAMETOOLONG, "mount point %.80s", target);
+    for (char *s = path + strlen("/k/skel/"); *s; s++) {
+        if (*s != '/')
+            continue;
+        *s = 0;
+        if (mkdir(path, 0755) < 0 && errno != EEXIST)
+            return fail(e, errno, "make mount point %s", path + 7);
+        *s = '/';
+    }
+    if (!file)
+        return mkdir(path, 0755) < 0 && errno != EEXIST ? fail(e, errno, "make mount point %s", target) : 0;
+    int fd = open(path, O_CREAT | O_RDONLY | O_CLOEXEC, 0644);
+    if (fd < 0)
+        return fail(e, errno, "make mount point %s", target);
+    close(fd);
+    return 0;
+}
+
+int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
+{
+    char path[64];
+    if (mount("rls", "/k", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=4m") < 0)
+        return fail(e, errno, "mount the keeper's own tmpfs");
+    static const char *const dirs[] = {"/k/l", "/k/u", "/k/new", "/k/m", "/k/dev", "/k/skel", "/k/empty", "/k/s"};
+    for (size_t i = 0; i < COUNT_OF(dirs); i++)
+        if (make_dir(dirs[i], 0755, e) < 0)
+            return -1;
+    for (unsigned i = 0; i < k->set.lowers; i++) {
+        struct stat st;
+        if (fstat(lowers[i], &st) < 0)
+            return fail(e, errno, "look at base directory %u", i);
+        path_join(path, sizeof path, "/k/l/%u", i);
+        if (S_ISDIR(st.st_mode)) {
+            if (make_dir(path, 0755, e) < 0)
+                return -1;
+        } else {
+            int fd = open(path, O_CREAT | O_RDONLY | O_CLOEXEC, 0644);
+            if (fd < 0)
+                return fail(e, errno, "make mount point %s", path);
+            close(fd);
+        }
+        if (k_move_mount(lowers[i], "", AT_FDCWD, path) < 0)
+            return fail(e, errno, "attach base directory %u", i);
+    }
+    if (k_move_mount(dev_fd, "", AT_FDCWD, "/k/dev") < 0)
+        return fail(e, errno, "attach /dev");
+    static const char *const needed[] = {"/proc", "/dev", "/sys", "/tmp"};
+    for (size_t i = 0; i < COUNT_OF(needed); i++)
+        if (skel_add(needed[i], false, e) < 0)
+            return -1;
+    if (make_dir("/k/skel/tmp", 01777, e) < 0)
+        return -1;
+    for (unsigned i = 1; i < k->set.overlays; i++)
+        if (skel_add(k->set.overlay[i].target, false, e) < 0)
+            return -1;
+    for (unsigned i = 0; i < k->set.binds; i++) {
+        struct bind *b = &k->set.bind[i];
+        struct stat st;
+        path_join(path, sizeof path, "/k/l/%u", b->lower);
+        if (stat(path, &st) < 0)
+            return fail(e, errno, "look at what is bound to %s", b->target);
+        b->file = !S_ISDIR(st.st_mode);
+        if (skel_add(b->target, b->file, e) < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int upper_new(struct keeper *k, struct err *e)
+{
+    char path[96], opt[96];
+    path_join(path, sizeof path, "/k/u/%u", k->generation);
+    if (make_dir(path, 0755, e) < 0)
+        return -1;
+    size_t at = (size_t)snprintf(opt, sizeof opt, "mode=0755");
+    if (k->set.upper_bytes)
+        at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);
+    if (k->set.upper_inodes)
+        snprintf(opt + at, sizeof opt - at, ",nr_inodes=%llu", (unsigned long long)k->set.upper_inodes);
+    if (mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt) < 0)
+        return fail(e, errno, "mount a tmpfs for the upper layer (%s)", opt);
+    static const char *const dirs[] = {"u", "w"};
+    for (size_t d = 0; d < COUNT_OF(dirs); d++) {
+        path_join(path, sizeof path, "/k/u/%u/%s", k->generation, dirs[d]);
+        if (make_dir(path, 0755, e) < 0)
+            return -1;
+        for (unsigned i = 0; i < k->set.overlays; i++) {
+            path_join(path, sizeof path, "/k/u/%u/%s/%u", k->generation, dirs[d], i);
+            if (make_dir(path, 0755, e) < 0)
+                return -1;
+        }
+    }
+    path_join(path, sizeof path, "/k/u/%u/shm", k->generation);
+    return make_dir(path, 01777, e);
+}
+
+void upper_forget(struct keeper *k, unsigned generation)
+{
+    char path[64];
+    (void)k;
+    path_join(path, sizeof path, "/k/u/%u", generation);
+    umount2(path, MNT_DETACH);
+    rmdir(path);
+}

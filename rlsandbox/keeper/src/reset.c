@@ -1,0 +1,150 @@
+/* Starting and ending episodes, seen from the keeper. */
+#include <poll.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <stdio.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+enum { START_TIMEOUT_MS = 20000 };
+
+static int map_ids(const struct keeper *k, pid_t pid, struct err *e)
+{
+    char path[64];
+    /* two extents: one may not span two of the namespace above */
+    const char *map = k->set.one_id ? "0 0 1" : "0 0 1\n1 1 65535";
+    static const char *const files[] = {"uid_map", "gid_map"};
+    for (size_t i = 0; i < COUNT_OF(files); i++) {
+        path_join(path, sizeof path, "/proc/%d/%s", (int)pid, files[i]);
+        if (write_file(path, map) < 0)
+            return fail(e, errno, "write %s of the episode's user namespace", files[i]);
+    }
+    return 0;
+}
+
+static int await_ready(struct keeper *k, int sock, struct err *e)
+{
+    static struct emsg m;
+    int fds[2];
+    size_t n = 2;
+    struct pollfd p = {sock, POLLIN, 0};
+    int r;
+    do
+        r = poll(&p, 1, START_TIMEOUT_MS);
+    while (r < 0 && errno == EINTR);
+    if (r == 0)
+        return fail(e, ETIMEDOUT, "wait for the episode's init");
+    ssize_t got = msg_recv(sock, &m, sizeof m, fds, &n);
+    if (got < (ssize_t)EMSG_HEAD)
+        return fail(e, got < 0 ? errno : ESRCH, "start the episode's init: it died");
+    if (m.kind == E_VIEW_FAILED) {
+        m.what[sizeof m.what - 1] = 0;
+        return fail(e, m.status, "%s", m.what);
+    }
+    if (m.kind != E_READY || n != 2)
+        return fail(e, EPROTO, "start the episode's init");
+    k->root_fd = fds[0];
+    k->proc_fd = fds[1];
+    k->foreign_proc = m.status != 0;
+    return 0;
+}
+
+static void from_init(struct src *s, uint32_t events)
+{
+    struct keeper *k = s->owner;
+    struct emsg m;
+    int fd = -1;
+    size_t n = 1;
+    if (events & 4 /* EPOLLOUT */)
+        ereq_flush(k);
+    if (!(events & ~4u))
+        return;
+    ssize_t got = msg_recv(s->fd, &m, sizeof m, &fd, &n);
+    if (got < 0 && errno == EAGAIN)
+        return;
+    if (got < (ssize_t)EMSG_HEAD) {
+        episode_kill(k);
+        chan_end_all(k, ESRCH, "run in the episode: its first process died");
+        struct buf b = {0};
+        if (put_str(&b, TAG_KIND, "episode_died") == 0 && put_str(&b, TAG_TEXT, "the episode's first process died") == 0)
+            conn_send(&k->conn, T_EVENT, 0, 0, b.p, b.len);
+        buf_free(&b);
+    } else
+        chan_from_init(k, &m, n ? fd : -1);
+}
+
+int episode_start(struct keeper *k, struct err *e)
+{
+    int sv[2];
+    k->generation++;
+    if (upper_new(k, e) < 0)
+        return -1;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
+        return fail(e, errno, "make a socket pair for the episode's init");
+    unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
+    if (!k->set.host_network)
+        flags |= CLONE_NEWNET;
+    pid_t pid = k_clone(flags, NULL);
+    if (pid == 0) {
+        close(sv[0]);
+        episode_main(k, sv[1]);
+    }
+    int no = errno;
+    close(sv[1]);
+    if (pid < 0) {
+        close(sv[0]);
+        return fail(e, no, "clone the episode's init with new namespaces");
+    }
+    k->init_pid = pid;
+    if (map_ids(k, pid, e) < 0 || send(sv[0], "g", 1, MSG_NOSIGNAL) != 1 || await_ready(k, sv[0], e) < 0) {
+        fail(e, errno, "talk to the episode's init");
+        close(sv[0]);
+        episode_kill(k);
+        return -1;
+    }
+    set_nonblock(sv[0]);
+    if (loop_add(&k->loop, &k->init, sv[0], 1 /* EPOLLIN */, from_init, k) < 0)
+        return fail(e, errno, "watch the episode's init");
+    return 0;
+}
+
+void episode_kill(struct keeper *k)
+{
+    fd_close(&k->root_fd);
+    fd_close(&k->proc_fd);
+    loop_drop(&k->loop, &k->init);
+    while (k->ereq_head) {
+        struct ereq *r = k->ereq_head;
+        k->ereq_head = r->next;
+        ereq_drop(r);
+    }
+    k->ereq_tail = NULL;
+    if (k->init_pid > 0) {
+        int status;
+        kill(k->init_pid, SIGKILL);
+        while (waitpid(k->init_pid, &status, 0) < 0 && errno == EINTR)
+            ;
+    }
+    k->init_pid = 0;
+}
+
+void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
+{
+    struct err e = {0};
+    unsigned old = k->generation;
+    (void)p;
+    (void)n;
+    episode_kill(k);
+    chan_end_all(k, ECANCELED, "run in the episode: it was reset");
+    if (episode_start(k, &e) < 0)
+        conn_fail(&k->conn, channel, e.no, e.what);
+    else
+        conn_send(&k->conn, T_REPLY, 0, channel, NULL, 0);
+    keeper_flush(k);
+    upper_forget(k, old);
+}

@@ -1,0 +1,122 @@
+/* The sandbox's keeper: outside the episode's pid namespace, speaks the protocol, owns the upper layer.
+ * It works on a stream pair and a prepared base and knows nothing of the hub but the socket it was configured by. */
+#ifndef RLS_SANDBOX_H
+#define RLS_SANDBOX_H
+#include "frames.h"
+#include "loop.h"
+
+enum {
+    MAX_LOWERS = 200,   /* all base directories together; they travel as descriptors in one message */
+    MAX_OVERLAYS = 40,
+    MAX_BINDS = 100,
+    MAX_CHANNELS = 1024,
+    TARGET_MAX = 512,
+};
+
+/* An overlay of the episode's view: `/` is number 0. Its lowers are mounts k/l/<first> .. */
+struct overlay {
+    char target[TARGET_MAX];
+    unsigned first, n;
+};
+struct bind {
+    char target[TARGET_MAX];
+    unsigned lower;
+    bool file;
+};
+
+struct settings {
+    char member[128], hostname[65], mode[16], token[128], upper[16];
+    uint64_t upper_bytes, upper_inodes, memory_bytes;
+    uint32_t pids, nofile;
+    bool host_network, one_id, no_userns;
+    struct overlay overlay[MAX_OVERLAYS];
+    unsigned overlays;
+    struct bind bind[MAX_BINDS];
+    unsigned binds, lowers;
+};
+
+struct chan;
+
+struct keeper {
+    struct loop loop;
+    struct conn conn;
+    struct src client, hub;
+    struct settings set;
+    struct buf facts; /* TLV facts for WELCOME */
+    bool greeted;
+    /* the episode */
+    unsigned generation;
+    pid_t init_pid;
+    int root_fd, proc_fd; /* O_PATH of the episode's / and /proc */
+    bool foreign_proc;
+    struct src init;
+    struct ereq *ereq_head, *ereq_tail; /* requests that the episode's init has not taken yet */
+    /* channels */
+    struct chan *chans[256];
+    struct sout *ready_head, *ready_tail; /* output that could be sent now */
+    struct sout *draining;                /* pipes of ended commands that background children still hold */
+    unsigned nchans;
+    uint32_t next_job;
+    size_t assembling; /* bytes of unfinished messages, all channels */
+};
+
+/* ---- messages between keeper and the episode's init (SOCK_SEQPACKET) ---- */
+enum { E_SPAWN = 1, E_FILE = 2, E_KILL_ALL = 3 };                       /* keeper -> init */
+enum { E_READY = 10, E_VIEW_FAILED = 11, E_FORKED = 12, E_EXITED = 13, E_NOT_FORKED = 14, E_KILLED = 15 }; /* back */
+
+/* descriptors that come with a request, in this order, when their bit is set */
+enum { FD_RESULT = 1, FD_IN = 2, FD_OUT = 4, FD_ERR = 8, FD_CTL_IN = 16, FD_CTL_OUT = 32, FD_BODY = 64, FD_KINDS = 7 };
+
+struct emsg { /* both ways; a request's TLV body follows, or comes as FD_BODY */
+    uint32_t kind, job, fds, op;
+    int32_t pid, status; /* status: wait status or errno */
+    uint32_t body;
+    char what[300];
+};
+enum { EMSG_HEAD = offsetof(struct emsg, what), EMSG_INLINE = 16 << 10 };
+
+struct ereq {
+    struct ereq *next;
+    int fds[FD_KINDS];
+    size_t nfds, len;
+    uint8_t data[];
+};
+
+/* sandbox.c */
+int sandbox_main(int hub_fd, int client_fd);
+void keeper_flush(struct keeper *k);
+
+/* mounts.c: in the keeper's own mount namespace */
+int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
+int upper_new(struct keeper *k, struct err *e);
+void upper_forget(struct keeper *k, unsigned generation);
+
+/* reset.c */
+int episode_start(struct keeper *k, struct err *e);
+void episode_kill(struct keeper *k);
+
+/* view.c and episode.c: in the episode's init */
+int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e);
+_Noreturn void episode_main(struct keeper *k, int ctl);
+
+/* inside.c: in a child of the episode's init, never returns */
+_Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds);
+
+/* seccomp.c */
+int seccomp_install(struct err *e);
+int caps_drop(struct err *e);
+
+/* command.c */
+bool chan_frame(struct keeper *k, const struct frame *f);
+void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd);
+bool chan_pump(struct keeper *k); /* puts one DATA frame into the connection; false: nothing to put */
+int chan_timers(struct keeper *k); /* handles what is due; ms until the next, -1 none */
+void chan_end_all(struct keeper *k, int no, const char *what);
+void ereq_push(struct keeper *k, struct ereq *r);
+void ereq_flush(struct keeper *k);
+void ereq_drop(struct ereq *r);
+
+/* files.c: outside operations that need no process */
+void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
+
+#endif

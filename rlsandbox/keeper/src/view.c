@@ -1,0 +1,175 @@
+/* Puts the episode's view together, in the episode's own mount namespace, and makes it the root. */
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/vfs.h>
+
+#include "sandbox.h"
+#include "sys.h"
+
+static int attr(int fd, uint64_t set, struct err *e, const char *what)
+{
+    struct k_mount_attr a = {.attr_set = set};
+    return k_mount_setattr(fd, "", AT_EMPTY_PATH, &a) < 0 ? fail(e, errno, "make %s read-only", what) : 0;
+}
+
+/* Where `target` is inside the new root, links followed inside it only. */
+static int target_open(int root, const char *target, struct err *e)
+{
+    int fd = k_open_in(root, target, O_PATH, K_RESOLVE_IN_ROOT | K_RESOLVE_NO_MAGICLINKS);
+    if (fd < 0)
+        fail(e, errno, "open the mount point %s in the sandbox's root", target);
+    return fd;
+}
+
+static int overlay_mount(struct keeper *k, unsigned i, const char *at, struct err *e)
+{
+    char opt[4000]; /* the kernel takes one page */
+    const struct overlay *o = &k->set.overlay[i];
+    int n = snprintf(opt, sizeof opt, "userxattr,upperdir=u/%u/u/%u,workdir=u/%u/w/%u,lowerdir=", k->generation, i, k->generation, i);
+    size_t at_opt = (size_t)n;
+    for (unsigned j = 0; j < o->n; j++) {
+        n = snprintf(opt + at_opt, sizeof opt - at_opt, "%sl/%u", j ? ":" : "", o->first + j);
+        at_opt += (size_t)n;
+        if (at_opt >= sizeof opt)
+            return fail(e, E2BIG, "name the %u lower directories of %s", o->n, o->target);
+    }
+    if (i == 0) {
+        n = snprintf(opt + at_opt, sizeof opt - at_opt, "%sskel", o->n ? ":" : "");
+        if (at_opt + (size_t)n >= sizeof opt)
+            return fail(e, E2BIG, "name the %u lower directories of %s", o->n, o->target);
+    }
+    if (mount("rls", at, "overlay", 0, opt) < 0)
+        return fail(e, errno, "mount an overlay for %s (%u lower directories)", o->target, o->n);
+    return 0;
+}
+
+/* a clone of `path` (in the keeper's part) put on `target` of the new root */
+static int place(int root, const char *path, unsigned flags, uint64_t attrs, const char *target, struct err *e)
+{
+    int from = k_open_tree(AT_FDCWD, path, K_OPEN_TREE_CLONE | flags);
+    if (from < 0)
+        return fail(e, errno, "clone what belongs on %s", target);
+    int to = target_open(root, target, e);
+    if (to < 0 || (attrs && attr(from, attrs, e, target) < 0)) {
+        close(from);
+        fd_close(&to);
+        return -1;
+    }
+    int r = k_move_mount(from, "", to, "");
+    if (r < 0)
+        fail(e, errno, "mount on %s", target);
+    close(from);
+    close(to);
+    return r;
+}
+
+static int fs_on(int root, const char *type, const char *target, unsigned long flags, const char *opt, struct err *e)
+{
+    int to = target_open(root, target, e);
+    if (to < 0)
+        return -1;
+    int r = fchdir(to);
+    if (r == 0)
+        r = mount("rls", ".", type, flags, opt);
+    if (r < 0)
+        fail(e, errno, "mount %s on %s", type, target);
+    close(to);
+    return r;
+}
+
+/* Parts of /proc that say or change something about the machine: read-only, or covered. What does not exist is fine. */
+static int proc_guard(int root, int proc, struct err *e)
+{
+    static const char *const read_only[] = {"sys", "irq", "bus", "fs", "sysrq-trigger"};
+    static const char *const covered[] = {"kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "acpi", "scsi"};
+    (void)root;
+    for (size_t i = 0; i < COUNT_OF(read_only); i++) {
+        int fd = k_open_tree(proc, read_only[i], K_OPEN_TREE_CLONE);
+        if (fd < 0) {
+            if (errno == ENOENT)
+                continue;
+            return fail(e, errno, "clone /proc/%s", read_only[i]);
+        }
+        int r = attr(fd, K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV | K_ATTR_NOEXEC, e, "a part of /proc");
+        if (r == 0 && (r = k_move_mount(fd, "", proc, read_only[i])) < 0)
+            fail(e, errno, "mount on /proc/%s", read_only[i]);
+        close(fd);
+        if (r < 0)
+            return -1;
+    }
+    for (size_t i = 0; i < COUNT_OF(covered); i++) {
+        struct stat st;
+        if (fstatat(proc, covered[i], &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue;
+        int fd = k_open_tree(AT_FDCWD, S_ISDIR(st.st_mode) ? "/k/empty" : "/k/dev/null", K_OPEN_TREE_CLONE);
+        if (fd < 0)
+            return fail(e, errno, "cover /proc/%s", covered[i]);
+        int r = attr(fd, K_ATTR_RDONLY, e, "a part of /proc");
+        if (r == 0 && (r = k_move_mount(fd, "", proc, covered[i])) < 0)
+            fail(e, errno, "mount on /proc/%s", covered[i]);
+        close(fd);
+        if (r < 0)
+            return -1;
+    }
+    return 0;
+}
+
+int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e)
+{
+    char path[64];
+    if (chdir("/k") < 0)
+        return fail(e, errno, "chdir to the keeper's directory");
+    if (overlay_mount(k, 0, "new", e) < 0)
+        return -1;
+    int root = open("/k/new", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (root < 0)
+        return fail(e, errno, "open the new root");
+    for (unsigned i = 1; i < k->set.overlays; i++) {
+        if (chdir("/k") < 0 || overlay_mount(k, i, "m", e) < 0)
+            return fail(e, errno, "chdir to the keeper's directory");
+        int to = target_open(root, k->set.overlay[i].target, e);
+        if (to < 0)
+            return -1;
+        int r = k_move_mount(AT_FDCWD, "/k/m", to, "");
+        close(to);
+        if (r < 0)
+            return fail(e, errno, "move the overlay to %s", k->set.overlay[i].target);
+    }
+    for (unsigned i = 0; i < k->set.binds; i++) {
+        path_join(path, sizeof path, "/k/l/%u", k->set.bind[i].lower);
+        if (place(root, path, K_AT_RECURSIVE, K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV, k->set.bind[i].target, e) < 0)
+            return -1;
+    }
+    if (place(root, "/k/dev", K_AT_RECURSIVE, 0, "/dev", e) < 0 ||
+        place(root, "/k/empty", 0, K_ATTR_RDONLY, "/sys", e) < 0)
+        return -1;
+    path_join(path, sizeof path, "/k/u/%u/shm", k->generation);
+    if (place(root, path, 0, K_ATTR_NOSUID | K_ATTR_NODEV, "/dev/shm", e) < 0 ||
+        fs_on(root, "devpts", "/dev/pts", MS_NOSUID | MS_NOEXEC, k->set.one_id ? "newinstance,ptmxmode=0666,mode=620" : "newinstance,ptmxmode=0666,mode=620,gid=5", e) < 0 ||
+        fs_on(root, "mqueue", "/dev/mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL, e) < 0)
+        return -1;
+    struct err none = {0};
+    *foreign_proc = false;
+    if (fs_on(root, "proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL, &none) < 0) {
+        /* a masked /proc outside forbids a fresh one: show the outer one, and not writable */
+        if (place(root, "/proc", K_AT_RECURSIVE, K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV | K_ATTR_NOEXEC, "/proc", e) < 0)
+            return -1;
+        *foreign_proc = true;
+    }
+    int proc = target_open(root, "/proc", e);
+    if (proc < 0 || (!*foreign_proc && proc_guard(root, proc, e) < 0))
+        return -1;
+    if (fchdir(root) < 0)
+        return fail(e, errno, "chdir to the new root");
+    if (syscall(SYS_pivot_root, ".", ".") < 0)
+        return fail(e, errno, "pivot_root into the view");
+    if (umount2(".", MNT_DETACH) < 0)
+        return fail(e, errno, "detach the outer root");
+    if (chdir("/") < 0)
+        return fail(e, errno, "chdir to the view's root");
+    *root_fd = root;
+    *proc_fd = proc;
+    return 0;
+}

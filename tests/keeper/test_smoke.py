@@ -1,0 +1,122 @@
+"""The thin whole path: a hub, a sandbox, commands, files, a reset, an end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from pathlib import Path
+
+import pytest
+from rawclient import Hub, Keeper, KeeperError
+
+from rlsandbox.keeper.wire import Op, Tag
+
+
+def test_command(keeper: Keeper) -> None:
+    r = keeper.sh("echo out; echo err >&2; exit 3")
+    assert (r.stdout, r.stderr, r.code) == (b"out\n", b"err\n", 3)
+    assert r.pid > 1
+    assert r.exit[Tag.STDOUT_SIZE] == 4
+
+
+def test_program_that_does_not_exist(keeper: Keeper) -> None:
+    with pytest.raises(KeeperError) as caught:
+        keeper.run("no-such-program")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_environment_and_descriptors_are_the_commands_own(keeper: Keeper) -> None:
+    r = keeper.sh("tr '\\0' '\\n' < /proc/self/environ; echo --; ls /proc/self/fd", env={"PATH": "/usr/bin:/bin", "X": "1"})
+    environ, fds = r.stdout.decode().split("--")
+    assert {line for line in environ.split("\n") if line} == {"PATH=/usr/bin:/bin", "X=1", "PWD=/"} or set(
+        environ.split()
+    ) == {"PATH=/usr/bin:/bin", "X=1"}
+    assert fds.split() == ["0", "1", "2", "3"]
+
+
+def test_files(keeper: Keeper) -> None:
+    data = os.urandom(1_000_000)
+    keeper.write("/tmp/a/b", data, file_mode=0o640, flags=2)
+    assert keeper.read("/tmp/a/b") == data
+    assert keeper.read("/tmp/a/b", offset=10, length=5) == data[10:15]
+    assert keeper.sh("stat -c %a /tmp/a/b").stdout == b"640\n"
+    fields, entries = keeper.call(Op.LIST, (Tag.PATH, "/tmp/a"))
+    assert fields[Tag.COUNT] == 1 and entries.endswith(b"b") and entries[:1] == b"f"
+    with pytest.raises(KeeperError) as caught:
+        keeper.read("/tmp/none")
+    assert caught.value.errno == errno.ENOENT
+
+
+def test_reset_puts_everything_back(keeper: Keeper) -> None:
+    keeper.sh("echo x > /tmp/x; echo y > /etc/y; rm /etc/group; sleep 1000 & echo z > /dev/shm/z")
+    keeper.reset()
+    r = keeper.sh("ls /tmp /dev/shm; ls /etc/y; cat /etc/group | head -1; ls /proc | grep -c '^[0-9]'")
+    assert b"root:" in r.stdout and b"x\n" not in r.stdout and b"z\n" not in r.stdout
+    assert b"/etc/y" in r.stderr
+
+
+def test_two_sandboxes_see_nothing_of_each_other(hub: Hub) -> None:
+    a, b = hub.create(), hub.create()
+    a.write("/tmp/secret", b"a")
+    assert b.sh("ls /tmp").stdout == b""
+
+
+def test_everything_ends_with_the_client(hub: Hub) -> None:
+    hub.create().spawn("sleep", "1000")
+    fields, _ = hub.call(Op.HUB_LIST)
+    assert fields[Tag.MEMBER] == ["m1"]
+    hub.sock.close()
+    assert hub.process.wait(5) == 0
+
+
+def test_dispose(hub: Hub) -> None:
+    keeper = hub.create()
+    keeper.spawn("sleep", "1000")
+    hub.call(Op.HUB_DISPOSE, (Tag.MEMBER, "m1"))
+    assert Tag.MEMBER not in hub.call(Op.HUB_LIST)[0]
+    with pytest.raises((EOFError, ConnectionError)):
+        while True:
+            keeper.frame()
+
+
+def test_create_names_what_failed(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(KeeperError, match="no-such-directory"):
+        hub.create(base=[(Tag.ROOT, str(tmp_path / "no-such-directory"))])
+
+
+def test_latencies(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    """Printed, not asserted: this machine is shared."""
+    import subprocess
+
+    def clock(what: str, n: int, fn: object) -> None:
+        samples = []
+        for _ in range(n):
+            t = time.perf_counter()
+            fn()  # type: ignore[operator]
+            samples.append((time.perf_counter() - t) * 1e3)
+        samples.sort()
+        with capsys.disabled():
+            print(f"  {what}: median {samples[n // 2]:.2f} ms, best {samples[0]:.2f}, worst {samples[-1]:.2f}")
+
+    clock("create", 20, hub.create)
+    keeper = hub.create()
+    clock("reset, nothing done", 100, keeper.reset)
+
+    def dirty() -> None:
+        keeper.write("/tmp/x", b"x" * 1000)
+
+    def both() -> None:
+        dirty()
+        t = time.perf_counter()
+        keeper.reset()
+        dirt.append((time.perf_counter() - t) * 1e3)
+
+    dirt: list[float] = []
+    for _ in range(100):
+        both()
+    dirt.sort()
+    with capsys.disabled():
+        print(f"  reset, small dirt: median {dirt[50]:.2f} ms")
+    clock("keeper /bin/true", 200, lambda: keeper.run("/bin/true"))
+    clock("subprocess /bin/true", 200, lambda: subprocess.run(["/bin/true"], capture_output=True))
