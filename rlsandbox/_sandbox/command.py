@@ -128,9 +128,14 @@ class Collector:
             other.add(stream, bytes(kept))
 
     def result(self, end: Exit | None, *, duration_s: float | None = None, **changes: Any) -> CommandResult:
-        """The result; *end* None: the command is not over (a session's), *changes* say how it ended."""
-        out, out_cut, out_size = self._stream(STDOUT, end.stdout_size if end else None)
-        err, err_cut, err_size = self._stream(STDERR, end.stderr_size if end else None)
+        """The result.
+
+        *end* tells the true sizes when it is this command's own. In a session it is the shell's, or None while
+        the shell lives; then *duration_s* and *changes* tell the rest, and all that was printed was seen.
+        """
+        told = end if duration_s is None else None
+        out, out_cut, out_size = self._stream(STDOUT, told.stdout_size if told else None)
+        err, err_cut, err_size = self._stream(STDERR, told.stderr_size if told else None)
         stdout, stderr = out.text(), err.text()
         facts: dict[str, Any] = {"exit_code": 0}
         if end is not None:

@@ -61,7 +61,7 @@ class HubClient:
             with theirs:
                 # The descriptor's number is told, not fixed: stdin would be lost to a reader of it.
                 process = subprocess.Popen(  # noqa: ASYNC220 - about 1 ms, once a pool
-                    [str(binary), *args, str(theirs.fileno())],
+                    [str(binary), *args, "--fd", str(theirs.fileno()), "--client", str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(),),
