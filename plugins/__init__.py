@@ -3,7 +3,7 @@
 ``Pool(block=["git"])`` switches one off by its name here.
 """
 
-from . import core, credentials, git, network, processes, python, shell, tmp, workdir
+from . import classify, core, credentials, git, network, processes, python, shell, tmp, workdir
 
 BUILTIN: dict[str, object] = {
     "core": core,
@@ -15,4 +15,5 @@ BUILTIN: dict[str, object] = {
     "credentials": credentials,
     "shell": shell,
     "python": python,
+    "classify": classify,
 }

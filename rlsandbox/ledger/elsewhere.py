@@ -9,7 +9,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from .records import FORMAT
@@ -90,7 +90,10 @@ def _other_places(path: Path) -> Iterable[Path]:
     from .._paths import home
 
     places: list[Path] = []
-    for find in (lambda: path.parent, home, lambda: Path(tempfile.gettempdir()), Path.cwd):
+    finders: tuple[Callable[[], Path], ...] = (
+        lambda: path.parent, home, lambda: Path(tempfile.gettempdir()), Path.cwd
+    )  # fmt: skip
+    for find in finders:
         with contextlib.suppress(OSError, RuntimeError):
             place = find()
             if place not in places:

@@ -19,8 +19,10 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _SIBLING = re.compile(r"(.+)\+(\d+)")
 
 SHARED = frozenset(
-    ("nfs", "nfs4", "lustre", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "afs", "beegfs", "gpfs")
-    + ("panfs", "wekafs", "glusterfs", "orangefs", "gfs2", "ocfs2", "fuse", "fuseblk")
+    {
+        *("nfs", "nfs4", "lustre", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "afs", "beegfs"),
+        *("gpfs", "panfs", "wekafs", "glusterfs", "orangefs", "gfs2", "ocfs2", "fuse", "fuseblk"),
+    }
 )
 """Filesystems on which SQLite's WAL (shared memory between processes) is not to be relied on."""
 

@@ -7,6 +7,7 @@ A rollout is recorded as asked for before any work (:meth:`Ledger.request`, then
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
 import math
@@ -213,6 +214,10 @@ class Ledger:
             self._store.append("close", None, {"pid": os.getpid()})
         self._store.close(timeout)
         self._lock.release()
+
+    async def aclose(self, timeout: float = 5.0) -> None:
+        """:meth:`close` without blocking the event loop."""
+        await asyncio.to_thread(self.close, timeout)
 
     @property
     def _writer(self) -> str:
