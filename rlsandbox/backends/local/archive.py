@@ -63,7 +63,7 @@ def open_tar(path: Path, shown: str) -> tarfile.TarFile:
     """
     try:
         tar = tarfile.open(path, "r:", tarinfo=_Member)  # noqa: SIM115 - the caller's, when all is well
-    except (tarfile.TarError, EOFError, ValueError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError) as error:
         raise ImageError(f"{shown} is no readable tar archive: {error or 'it is cut off'}") from error
     try:
         members = tar.getmembers()

@@ -129,7 +129,7 @@ class Images:
         finally:
             if process.returncode is None:
                 process.kill()
-                await asyncio.shield(process.wait())
+            await worker.ended(process)
             shutil.rmtree(half, ignore_errors=True)
         return layout
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ...errors import ImageError, SandboxError
 from . import archive, base, fitting
@@ -28,10 +28,10 @@ MAX_LOWERS = 16  # of one image: every lookup that misses asks each of them
 
 def main() -> None:
     """One request on stdin, one answer on stdout; ends when the parent is gone."""
-    request = json.loads(sys.stdin.readline())
+    request = json.loads(_line())
     if request["namespace"]:
         _enter_namespace()
-    threading.Thread(target=_watch, args=(sys.stdin,), daemon=True).start()
+    threading.Thread(target=_watch, daemon=True).start()
     os.umask(0o022)
     try:
         answer: dict[str, Any] = {"result": JOBS[request["job"]](**request["arguments"])}
@@ -45,6 +45,18 @@ def main() -> None:
         answer["message"] = f"{request['job']}: {what}{error.strerror or error}"
     sys.stdout.write(json.dumps(answer))
     sys.stdout.flush()
+    os._exit(0)  # the watching thread sits in a read
+
+
+def _line() -> bytes:
+    """A line of stdin and not a byte more: what follows is the watching thread's."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            os._exit(1)
+        line += byte
+    return line
 
 
 def _enter_namespace() -> None:
@@ -52,15 +64,16 @@ def _enter_namespace() -> None:
     if libc.unshare(CLONE_NEWUSER) != 0:
         raise OSError(ctypes.get_errno(), "unshare(CLONE_NEWUSER) failed")
     print("map", flush=True)
-    if sys.stdin.readline() != "go\n":
+    if _line() != b"go\n":
         sys.exit(1)
     os.setgroups([])
     os.setresgid(0, 0, 0)
     os.setresuid(0, 0, 0)
 
 
-def _watch(stdin: TextIO) -> None:
-    stdin.read()
+def _watch() -> None:
+    while os.read(0, 1 << 10):
+        pass
     os._exit(1)  # the parent is gone, or has given the job up
 
 

@@ -92,6 +92,9 @@ class Unpacker:
                     raise self._hostile(member.name, f"it is malformed ({error})") from error
             if self._overlay:
                 self._mark(whiteouts)
+            else:  # what was carried out before its way was led astray is refused as well
+                for name, parts, _ in whiteouts:
+                    self._directory(name, parts, make=False)
         # The deepest first: a directory's time changes with its entries, and its mode may lock us out.
         for name in sorted(self._metas, key=_depth, reverse=True):
             self._set_meta(name, self._metas[name])
@@ -114,7 +117,13 @@ class Unpacker:
         return ImageError(f"{self._shown}: member {member!r} is refused: {why}", kind="image_hostile")
 
     def _parent(self, member: str, parts: Sequence[str]) -> str:
-        """The directory (made if need be) that the path *parts* lies in, as a path without links."""
+        """The directory *parts*, made if need be, as a path without links."""
+        path = self._directory(member, parts, make=True)
+        assert path is not None
+        return path
+
+    def _directory(self, member: str, parts: Sequence[str], *, make: bool) -> str | None:
+        """The directory *parts* as a path without links; None when it is nowhere and is not to be made."""
         known = "/".join(parts)
         if known in self._dirs:
             return known
@@ -141,6 +150,8 @@ class Unpacker:
                     continue
                 if found is not None and not found.is_dir:
                     raise self._hostile(member, f"{path!r} is a file, not a directory")
+                if found is None and not make:
+                    return None
                 self._make_dir(path, found)
             here.append(name)
         return "/".join(here)
@@ -339,7 +350,9 @@ class Unpacker:
     def _carry_out(self, whiteouts: list[tuple[str, list[str], str]]) -> None:
         """Form apply: delete, before anything of this layer is there."""
         for member, parts, name in whiteouts:
-            parent = self._parent(member, parts)
+            parent = self._directory(member, parts, make=False)
+            if parent is None:
+                continue
             names = [name] if name else os.listdir(f"{self._path}/{parent}")
             for gone in names:
                 self._make_room(f"{parent}/{gone}" if parent else gone)
@@ -349,7 +362,9 @@ class Unpacker:
         if not self._lowers:
             return
         for member, parts, name in whiteouts:
-            parent = self._parent(member, parts)
+            parent = self._directory(member, parts, make=False)
+            if parent is None:
+                continue
             if name:
                 self._hide(f"{parent}/{name}" if parent else name)
             elif parent:

@@ -56,10 +56,11 @@ class Roots:
         key = _key(spec)
         async with self._locks.setdefault(key, asyncio.Lock()):
             image = await self._images.get(spec.image) if spec.image is not None else None
-            root = self._roots.get((*key, image))
+            known = (*key, image.lowers if image is not None else ())
+            root = self._roots.get(known)
             if root is None:
                 root = await self._make(spec, image)
-                self._roots[(*key, image)] = self._roots[key] = root
+                self._roots[known] = self._roots[key] = root
             return root
 
     def environment(self, spec: Spec) -> Mapping[str, str]:

@@ -51,10 +51,11 @@ async def call(job: str, arguments: dict[str, Any], ids: IdMap) -> Any:
     try:
         return await _talk(process, job, arguments, ids)
     finally:
-        if process.returncode is None:
-            process.kill()
-        # Also when we are cancelled: no process outlives the call.
-        await asyncio.shield(process.wait())
+        # The worker ends when its stdin does. No process outlives the call, also when we are cancelled. (kill()
+        # would look for the process's end and take it away from the loop's own watcher.)
+        if process.stdin is not None:
+            process.stdin.close()
+        await ended(process)
 
 
 async def _talk(process: Process, job: str, arguments: dict[str, Any], ids: IdMap) -> Any:
@@ -85,6 +86,18 @@ async def _talk(process: Process, job: str, arguments: dict[str, Any], ids: IdMa
     return data["result"]
 
 
+async def ended(process: Process) -> None:
+    """Wait until *process* has ended, however often we are cancelled meanwhile."""
+    cancelled = False
+    while process.returncode is None:
+        try:
+            await asyncio.shield(process.wait())
+        except asyncio.CancelledError:
+            cancelled = True
+    if cancelled:
+        raise asyncio.CancelledError
+
+
 async def _map(pid: int, ids: IdMap) -> None:
     for tool, ranges in (("newuidmap", ids.uids), ("newgidmap", ids.gids)):
         numbers = [str(number) for triple in ranges for number in triple]
@@ -92,9 +105,7 @@ async def _map(pid: int, ids: IdMap) -> None:
         try:
             _, said = await process.communicate()
         finally:
-            if process.returncode is None:
-                process.kill()
-                await asyncio.shield(process.wait())
+            await ended(process)
         if process.returncode != 0:
             raise UnsupportedError(
                 f"{tool} failed: {said.decode(errors='replace').strip()}",

@@ -1,0 +1,327 @@
+"""Unpacking layers: what comes out is what the tar says, and a hostile tar is refused by the member's name."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+import subprocess
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from rlsandbox.backends.local import archive
+from rlsandbox.backends.local.layers import Unpacker
+from rlsandbox.backends.local.view import OPAQUE, View, is_whiteout
+from rlsandbox.errors import ImageError
+from tests.support.make_image import Entry, d, f, hard, layer, link
+
+AS_ROOT = os.geteuid() == 0
+needs_root = pytest.mark.skipif(not AS_ROOT, reason="files of several owners need root")
+
+
+def unpack(tmp_path: Path, *layers: list[Entry], form: str = "overlay") -> list[Path]:
+    """Unpack *layers* bottom first; the directories, topmost first."""
+    done: list[Path] = []
+    for number, entries in enumerate(layers):
+        tar = tmp_path / f"{number}.tar"
+        tar.write_bytes(layer(entries))
+        root = done[0] if form == "apply" and done else tmp_path / f"layer{number}"
+        root.mkdir(exist_ok=True)
+        lowers = [str(path) for path in done] if form == "overlay" else []
+        with Unpacker(root, form=form, lowers=lowers, owners=AS_ROOT, shown=f"layer {number}") as unpacker:
+            unpacker.unpack(tar)
+        if root not in done:
+            done.insert(0, root)
+    return done
+
+
+def tree(root: Path) -> dict[str, tuple[object, ...]]:
+    """Everything under *root* that an image says of a file."""
+    found: dict[str, tuple[object, ...]] = {}
+    for top, names, files in os.walk(root):
+        for name in [*names, *files]:
+            path = Path(top, name)
+            status = path.lstat()
+            kind = stat.S_IFMT(status.st_mode)
+            content: object = None
+            if stat.S_ISREG(status.st_mode):
+                content = path.read_bytes()
+            elif stat.S_ISLNK(status.st_mode):
+                content = os.readlink(path)
+            mode = stat.S_IMODE(status.st_mode)
+            times = None if stat.S_ISLNK(status.st_mode) else status.st_mtime_ns
+            found[str(path.relative_to(root))] = (kind, mode, status.st_uid, status.st_gid, times, content)
+    return found
+
+
+@needs_root
+def test_owner_mode_time_and_links(tmp_path: Path) -> None:
+    (root,) = unpack(
+        tmp_path,
+        [
+            d(".", 0o755),
+            d("home/agent", 0o750, 1000, 1001),
+            f("home/agent/run", b"#!/bin/sh\n", 0o6755, 1000, 1001),
+            link("bin", "usr/bin"),
+            hard("home/agent/again", "home/agent/run"),
+            Entry("fifo", kind="p", mode=0o600),
+            f("closed/secret", b"x", 0o000),
+            d("closed", 0o500),
+        ],
+    )
+    found = tree(root)
+    assert found["home/agent"][:4] == (stat.S_IFDIR, 0o750, 1000, 1001)
+    assert found["home/agent/run"][1:4] == (0o6755, 1000, 1001)
+    assert found["home/agent/run"][4] == 1_700_000_000 * 10**9
+    assert found["bin"][5] == "usr/bin"
+    assert (root / "home/agent/again").stat().st_ino == (root / "home/agent/run").stat().st_ino
+    assert found["fifo"][0] == stat.S_IFIFO
+    assert found["closed"][1] == 0o500
+    assert found["closed/secret"][1] == 0
+    assert found["home"][1:3] == (0o755, 0), "a directory that no member announces is root's, mode 0755"
+
+
+def test_names_of_every_length_and_kind(tmp_path: Path) -> None:
+    long = "/".join(["d" * 200] * 5) + "/" + "f" * 255
+    odd = "a b\nc\td\\\x01"
+    (root,) = unpack(tmp_path, [f(long, b"1"), f("ü/日本", b"2"), f(odd, b"3"), f("./dot/./x", b"4")])
+    assert (root / long).read_bytes() == b"1"
+    assert (root / "ü/日本").read_bytes() == b"2"
+    assert (root / odd).read_bytes() == b"3"
+    assert (root / "dot/x").read_bytes() == b"4"
+
+
+def test_user_attributes_are_kept_and_overlay_marks_of_the_image_are_not(tmp_path: Path) -> None:
+    pax = {
+        "SCHILY.xattr.user.note": "kept",
+        f"SCHILY.xattr.{OPAQUE}": "y",
+        "SCHILY.xattr.trusted.overlay.opaque": "y",
+    }
+    (root,) = unpack(tmp_path, [Entry("dir", kind="d", pax=pax), Entry("file", b"x", pax=pax)])
+    assert os.getxattr(root / "file", "user.note") == b"kept"
+    assert os.listxattr(root / "dir") == ["user.note"]
+
+
+def test_sparse_files(tmp_path: Path) -> None:
+    sparse = tmp_path / "sparse"
+    with open(sparse, "wb") as file:
+        file.seek(1 << 20)
+        file.write(b"middle")
+        file.truncate(64 << 20)
+    for form in ("gnu", "posix"):
+        tar = tmp_path / f"{form}.tar"
+        subprocess.run(["tar", "-S", f"--format={form}", "-C", tmp_path, "-cf", tar, "sparse"], check=True)
+        assert tar.stat().st_size < 1 << 20, "tar has kept the holes"
+        root = tmp_path / form
+        root.mkdir()
+        with Unpacker(root, form="overlay", owners=False, shown="layer") as unpacker:
+            unpacker.unpack(tar)
+        status = (root / "sparse").stat()
+        assert status.st_size == 64 << 20
+        assert status.st_blocks * 512 < 1 << 20
+        assert (root / "sparse").read_bytes() == sparse.read_bytes()
+
+
+LAYERS = [
+    [
+        d("etc"),
+        f("etc/a", "1"),
+        f("etc/b", "2"),
+        d("opt/x", 0o711),
+        f("opt/x/1"),
+        f("opt/x/2"),
+        d("gone/deep"),
+        f("gone/deep/f"),
+    ],
+    [f("etc/.wh.a"), f("etc/c", "3"), d("opt/x"), f("opt/x/.wh..wh..opq"), f("opt/x/3"), f(".wh.gone")],
+    [f("etc/a", "again", 0o600), f("opt/.wh.x"), d("opt/x", 0o700), f("opt/x/4"), d("gone"), f("gone/new")],
+    [f("etc/.wh.b"), f("etc/b", "replaced"), f("opt/y", "file"), link("gone/link", "new")],
+    [f("opt/.wh.y"), d("opt/y"), f("opt/y/inside"), f("gone/.wh.nothing")],
+]
+MERGED = {
+    *("etc", "etc/a", "etc/b", "etc/c", "opt", "opt/x", "opt/x/4", "opt/y", "opt/y/inside"),
+    *("gone", "gone/new", "gone/link"),
+}
+
+
+def test_deletions_carried_out(tmp_path: Path) -> None:
+    (root,) = unpack(tmp_path, *LAYERS, form="apply")
+    assert set(tree(root)) == MERGED
+    assert (root / "etc/a").read_text() == "again"
+    assert (root / "etc/b").read_text() == "replaced"
+
+
+def test_deletions_marked_for_overlayfs(tmp_path: Path) -> None:
+    layers = unpack(tmp_path, *LAYERS)
+    assert is_whiteout((layers[3] / "etc/a").lstat())
+    assert os.getxattr(layers[3] / "opt/x", OPAQUE) == b"y"
+    assert os.getxattr(layers[2] / "opt/x", OPAQUE) == b"y", "deleted and made anew in one layer"
+    assert not is_whiteout((layers[1] / "etc/b").lstat()), "a deletion never hits its own layer"
+    view = View([str(path) for path in layers])
+    assert {path for path in MERGED if view.find(path.split("/"))} == MERGED
+    for path in ("opt/x/1", "opt/x/3", "gone/deep", "gone/deep/f", "etc/a/b", "etc/nothing"):
+        assert view.find(path.split("/")) is None, path
+
+
+@needs_root
+@pytest.mark.parametrize("option", ["userxattr"])
+def test_the_kernel_sees_what_carrying_out_gives(tmp_path: Path, option: str) -> None:
+    layers = unpack(tmp_path / "overlay" if (tmp_path / "overlay").mkdir() is None else tmp_path, *LAYERS)
+    (tmp_path / "apply").mkdir()
+    (flat,) = unpack(tmp_path / "apply", *LAYERS, form="apply")
+    seen = tmp_path / "seen"
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    lowers = ":".join(str(path) for path in layers)
+    script = f"mount -t overlay o -o {option},lowerdir={lowers} {merged} && cp -a {merged} {seen}"
+    subprocess.run(["unshare", "-m", "sh", "-c", script], check=True)
+    assert tree(seen) == tree(flat)
+
+
+def test_a_member_without_its_parents_takes_them_as_they_are_below(tmp_path: Path) -> None:
+    base = [
+        d("tmp", 0o1777),
+        link("bin", "usr/bin"),
+        d("usr/bin"),
+        link("abs", "/usr"),
+        link("up", "../../usr/bin"),
+    ]
+    layers = unpack(tmp_path, base, [f("tmp/x"), f("bin/tool"), f("abs/lib"), f("up/other")])
+    assert stat.S_IMODE((layers[0] / "tmp").lstat().st_mode) == 0o1777
+    assert (layers[0] / "usr/bin/tool").exists(), "the link of a lower layer is followed inside the image"
+    assert (layers[0] / "usr/lib").exists()
+    assert (layers[0] / "usr/bin/other").exists()
+    assert not (layers[0] / "bin").exists()
+    (tmp_path / "flat").mkdir()
+    (flat,) = unpack(tmp_path / "flat", base, [f("tmp/x"), f("bin/tool")], form="apply")
+    assert (flat / "usr/bin/tool").exists()
+    assert os.readlink(flat / "bin") == "usr/bin"
+    assert stat.S_IMODE((flat / "tmp").lstat().st_mode) == 0o1777
+
+
+HOSTILE = {
+    "dotdot": ([f("../evil", "x")], "../evil"),
+    "dotdot-inside": ([d("a"), f("a/../../evil", "x")], "a/../../evil"),
+    "absolute": ([f("/etc/evil", "x")], "/etc/evil"),
+    "through-a-link": ([link("way", "/etc"), f("way/evil", "x")], "way/evil"),
+    "through-a-relative-link": ([link("way", "../../etc"), f("way/evil", "x")], "way/evil"),
+    "through-a-link-to-the-inside": ([d("real"), link("way", "real"), f("way/x", "x")], "way/x"),
+    "directory-through-a-link": ([link("way", "/etc"), d("way/evil")], "way/evil"),
+    "link-through-a-link": ([link("way", "/etc"), link("way/evil", "x")], "way/evil"),
+    "through-a-link-to-a-link": ([link("a", "/etc"), hard("b", "a"), f("b/evil", "x")], "b/evil"),
+    "block-device": ([Entry("sda", kind="b", device=(8, 0))], "sda"),
+    "character-device": ([Entry("dev/mem", kind="c", device=(1, 1))], "dev/mem"),
+    "null-elsewhere": ([Entry("tmp/null", kind="c", device=(1, 3))], "tmp/null"),
+    "made-up-whiteout": ([Entry("w", kind="c", device=(0, 0))], "w"),
+    "hard-link-out": ([hard("shadow", "../../etc/shadow")], "shadow"),
+    "hard-link-absolute": ([hard("shadow", "/etc/shadow")], "shadow"),
+    "hard-link-through-a-link": ([link("way", "/etc"), hard("shadow", "way/shadow")], "shadow"),
+    "hard-link-to-nothing": ([hard("x", "missing")], "x"),
+    "hard-link-to-a-directory": ([d("a"), hard("x", "a")], "x"),
+    "hard-link-to-the-root": ([hard("x", ".")], "x"),
+    "path-over-a-file": ([f("a", "file"), f("a/b", "x")], "a/b"),
+    "root-as-a-file": ([f(".", "x")], "."),
+    "deletes-dotdot": ([f("a/.wh...", "")], "a/.wh..."),
+    "deletes-nothing": ([f(".wh.", "")], ".wh."),
+    "deletes-above": ([f("../.wh.etc", "")], "../.wh.etc"),
+    "deletes-through-a-link": ([link("way", "/"), f("way/.wh.etc", "")], "way/.wh.etc"),
+    "empty-link": ([link("x", "")], "x"),
+    "long-name": ([f("n" * 256)], "n" * 256),
+}
+
+
+@pytest.mark.parametrize("form", ["overlay", "apply"])
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_members_are_refused_by_name(tmp_path: Path, case: str, form: str) -> None:
+    entries, member = HOSTILE[case]
+    outside = tmp_path / "evil"
+    with pytest.raises(ImageError) as caught:
+        unpack(tmp_path, [f("below", "x")], entries, form=form)
+    assert repr(member) in caught.value.message
+    assert caught.value.kind == "image_hostile"
+    assert not caught.value.retryable
+    assert not outside.exists()
+    assert not os.path.lexists("/etc/evil")
+
+
+def test_usual_devices_in_dev_are_left_out(tmp_path: Path) -> None:
+    (root,) = unpack(tmp_path, [d("dev"), Entry("dev/null", kind="c", device=(1, 3), mode=0o666)])
+    assert os.listdir(root / "dev") == []
+
+
+def test_a_link_that_was_replaced_is_no_link_any_more(tmp_path: Path) -> None:
+    (root,) = unpack(tmp_path, [link("a", "/etc"), d("a"), f("a/x", "inside")])
+    assert (root / "a/x").read_text() == "inside"
+    assert not (root / "a").is_symlink()
+
+
+def test_ids_beyond_the_range_become_nobody(tmp_path: Path) -> None:
+    if not AS_ROOT:
+        pytest.skip("files of several owners need root")
+    (root,) = unpack(tmp_path, [f("x", "", 0o644, 4_000_000, 70_000)])
+    assert ((root / "x").stat().st_uid, (root / "x").stat().st_gid) == (65534, 65534)
+
+
+def broken(name: str) -> bytes:
+    whole = layer([f("first", b"1" * 1000), f("second", b"2" * 5000)])
+    if name == "cut in a member":
+        return whole[: 512 + 1024 + 512 + 700]
+    if name == "cut in a header":
+        return whole[: 512 + 1024 + 300]
+    if name == "garbage for a header":
+        return whole[: 512 + 1024] + b"\x37" * 512 + whole[512 + 1024 + 512 :]
+    if name == "negative size":
+        header = bytearray(whole[:512])
+        header[124:136] = b"\xff" * 12
+        header[148:156] = b" " * 8
+        header[148:156] = b"%06o\0 " % sum(header)
+        return bytes(header) + whole[512:]
+    if name == "not a tar":
+        return b"hello" * 1000
+    if name == "endless pax chain":
+        info = tarfile.TarInfo("x")
+        info.pax_headers = {"comment": "y"}
+        return info.tobuf(tarfile.PAX_FORMAT)[:1024] * 3000
+    assert name == "empty"
+    return b""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cut in a member", "cut in a header", "garbage for a header", "negative size", "not a tar"),
+        *("endless pax chain", "empty"),
+    ],
+)
+def test_broken_tars_are_one_clear_error(tmp_path: Path, name: str) -> None:
+    tar = tmp_path / "t.tar"
+    tar.write_bytes(broken(name))
+    with pytest.raises(ImageError, match="the layer"):
+        archive.open_tar(tar, "the layer")
+
+
+def test_a_bad_time_is_an_error_of_its_member(tmp_path: Path) -> None:
+    with pytest.raises(ImageError, match="'x' is refused: it is malformed"):
+        unpack(tmp_path, [Entry("x", b"", pax={"mtime": "nan"})])
+    (root,) = unpack(tmp_path, [Entry("y", b"", pax={"mtime": "-5e20"})])
+    assert (root / "y").stat().st_mtime == 0
+
+
+def test_decompression_is_told_by_content_and_its_faults_are_ours(tmp_path: Path) -> None:
+    import bz2
+    import gzip
+    import lzma
+
+    for pack in (gzip.compress, bz2.compress, lzma.compress):
+        whole = pack(b"hello" * 10000)
+        assert archive.decompressed(io.BytesIO(whole), "x").read() == b"hello" * 10000
+        (tmp_path / "blob").write_bytes(whole[:-9])
+        with pytest.raises(ImageError, match="blob: .*cut off or damaged|damaged"):
+            archive.fetch_layer(
+                archive.DirectoryStore(tmp_path),
+                archive.LayerBlob("blob", "sha256:" + "0" * 64, None),
+                tmp_path / "out",
+                "blob",
+            )
