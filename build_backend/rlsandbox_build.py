@@ -1,8 +1,9 @@
 """The build backend: setuptools, plus the keeper compiled into the package.
 
-The keeper is compiled for the machine's own architecture by a system compiler that can link statically; only where there
-is none is the ``ziglang`` wheel asked for. ``RLSANDBOX_KEEPER_ARCHS=x86_64,aarch64`` (release wheels) compiles more
-and makes a wheel for any platform. Where no keeper can run (macOS drives a cluster), a missing one is no error.
+The keeper is compiled for the machine's own architecture by a system compiler that can link statically;
+only where there is none is the ``ziglang`` wheel asked for. ``RLSANDBOX_KEEPER_ARCHS=x86_64,aarch64``
+(release wheels) compiles more and makes a wheel for any platform. Where no keeper can run (macOS drives a
+cluster), a missing one is no error.
 """
 
 from __future__ import annotations

@@ -80,12 +80,12 @@ class Backend(ABC):
         """Make a sealed layer of any member available in *member*; False when that cannot be."""
         return False
 
-    async def drop_layer(self, layer: str) -> None:
+    async def drop_layer(self, layer: str) -> None:  # noqa: B027 - nothing to forget
         """Forget a sealed layer that no member needs any more."""
 
     def environment(self, spec: Spec) -> Mapping[str, str]:
         """Environment that every command gets before Spec.env (an image's own, PATH)."""
         return {}
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027 - nothing to give back
         """Give back what the backend itself holds; every member has been disposed of before."""

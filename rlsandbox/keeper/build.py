@@ -108,7 +108,7 @@ def build(arch: str, out: Path, *, variant: str = "release") -> Path:
         )
     out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     half = out.with_name(f".{out.name}.{os.getpid()}.{os.urandom(4).hex()}")
-    command = [*compiler, *_FLAGS, *VARIANTS[variant], f'-DRLS_SOURCE_DIGEST="{source_digest()}"']
+    command = [*compiler, *_FLAGS, *VARIANTS[variant], f'-DRLS_HASH="{source_digest()}"']
     try:
         done = _call([*command, "-o", str(half), *map(str, files)])
         if done.returncode != 0:

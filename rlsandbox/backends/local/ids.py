@@ -65,7 +65,7 @@ def _name(uid: int) -> str:
 
 
 def _subordinate(path: str, name: str, uid: int) -> tuple[int, int] | None:
-    """The first range of *name* (or *uid*) in *path*, as the keeper's hub reads it."""
+    """The first large enough range of *name* (or *uid*) in *path*: the one that the keeper's hub takes."""
     try:
         with open(path) as file:
             lines = file.read().splitlines()
@@ -73,8 +73,8 @@ def _subordinate(path: str, name: str, uid: int) -> tuple[int, int] | None:
         return None
     for line in lines:
         fields = line.strip().split(":")
-        if len(fields) == 3 and fields[0] in (name, str(uid)) and fields[1].isdigit() and fields[2].isdigit():
-            count = min(int(fields[2]), SIZE - 1)
-            if count > 0:
-                return int(fields[1]), count
+        if len(fields) != 3 or not fields[1].isdigit() or not fields[2].isdigit():
+            continue
+        if fields[0] in (name, str(uid)) and int(fields[2]) >= SIZE - 1:
+            return int(fields[1]), SIZE - 1
     return None

@@ -51,8 +51,8 @@ async def call(job: str, arguments: dict[str, Any], ids: IdMap) -> Any:
     try:
         return await _talk(process, job, arguments, ids)
     finally:
-        # The worker ends when its stdin does. No process outlives the call, also when we are cancelled. (kill()
-        # would look for the process's end and take it away from the loop's own watcher.)
+        # The worker ends when its stdin does. No process outlives the call, also when we are cancelled.
+        # (kill() would look for the process's end and take it away from the loop's own watcher.)
         if process.stdin is not None:
             process.stdin.close()
         await ended(process)

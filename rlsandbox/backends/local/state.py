@@ -1,0 +1,196 @@
+"""What a run leaves on this machine outside its processes, and its removal when the run is dead.
+
+Processes, mounts and what lies on a tmpfs die with the run by themselves, also after a kill -9. A
+directory of the run (``$RLSANDBOX_HOME/local/<run>``: upper layers on disk, a note) and its control
+groups stay. Every run holds a lock on its directory for as long as its process lives; :func:`leftovers`
+are those that nobody holds. A live run's are never touched, nor those of another machine that shares the
+directory.
+
+The lock is a POSIX one: a forked child of the trainer does not hold it, so it is free exactly when the
+process that made it is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import platform
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ... import _paths
+from ...errors import ConfigError
+
+# POSIX locks go when *any* descriptor of the file is closed: our own lock files are never opened again.
+_OWN: set[str] = set()
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """What a dead run has left.
+
+    Args:
+        run: the name of its directory.
+        path: that directory.
+        pid: the process that it was.
+        groups: its control groups that still exist.
+    """
+
+    run: str
+    path: Path
+    pid: int
+    groups: tuple[Path, ...]
+
+
+class RunState:
+    """The directory of this run. Made by :meth:`begin`, removed by :meth:`end`."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self.name = path.name
+        self._lock = lock
+        self._pid = os.getpid()
+
+    @classmethod
+    def begin(cls, home: Path | None = None) -> RunState:
+        """Raises ConfigError when the directory cannot be made or locked."""
+        top = (home if home is not None else _paths.home()) / "local"
+        path = top / f"{os.getpid()}-{os.urandom(4).hex()}"
+        try:
+            _paths.private_directory(path)
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _OWN.add(str(path))
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(
+                f"the state directory {path} cannot be used: {error.strerror}",
+                hint="set RLSANDBOX_HOME to a directory of yours on a local disk",
+            ) from error
+        self = cls(path, lock)
+        self.note(groups=[])
+        return self
+
+    def note(self, *, groups: Sequence[str]) -> None:
+        """Write down what has to be removed if this process dies."""
+        data = {"pid": os.getpid(), "machine": machine_id(), "started": time.time(), "groups": list(groups)}
+        half = self.path / "note.new"
+        half.write_text(json.dumps(data))
+        half.rename(self.path / "note.json")
+
+    def end(self) -> None:
+        """Everything that was noted is gone: forget the run."""
+        if os.getpid() != self._pid:
+            return  # a forked child
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+        _OWN.discard(str(self.path))
+
+
+def machine_id() -> str:
+    """Tells machines and their restarts apart: what another one left cannot be judged from here."""
+    with contextlib.suppress(OSError):
+        return f"{platform.node()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+    return platform.node()
+
+
+def leftovers(home: Path | None = None) -> list[Leftover]:
+    """What dead runs of this machine have left."""
+    with contextlib.ExitStack() as locks:
+        return list(_dead(home, locks))
+
+
+def reap(home: Path | None = None) -> tuple[list[Leftover], list[Leftover]]:
+    """Remove what dead runs have left; (what was removed, what could not be: files of foreign ids).
+
+    The second needs :func:`.worker.call` with the job ``remove``, and then another call.
+    """
+    removed: list[Leftover] = []
+    kept: list[Leftover] = []
+    with contextlib.ExitStack() as locks:
+        for found in _dead(home, locks):
+            for group in found.groups:
+                _remove_group(group)
+            shutil.rmtree(found.path, ignore_errors=True)
+            (kept if found.path.exists() else removed).append(found)
+    return removed, kept
+
+
+def _dead(home: Path | None, locks: contextlib.ExitStack) -> Iterator[Leftover]:
+    """Dead runs, each locked by us until *locks* ends: two reapers never work on one."""
+    top = (home if home is not None else _paths.home()) / "local"
+    try:
+        names = sorted(os.listdir(top))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        path = top / name
+        if str(path) in _OWN or not path.is_dir():
+            continue
+        try:
+            lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            # Between its mkdir and its lock, or between those of its removal; the young are left alone.
+            if time.time() - path.stat().st_mtime > 60:
+                shutil.rmtree(path, ignore_errors=True)
+            continue
+        except OSError:
+            continue  # somebody else's
+        locks.callback(os.close, lock)
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                continue  # it lives
+            raise
+        note = _read(path / "note.json")
+        host, _, boot = str(note.get("machine", "")).rpartition(" ")
+        here, _, now = machine_id().rpartition(" ")
+        if host != here:
+            continue
+        groups = [Path(group) for group in note.get("groups", [])] if boot == now else []
+        yield Leftover(name, path, int(note.get("pid", 0)), tuple(g for g in groups if g.is_dir()))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _remove_group(group: Path) -> None:
+    """Remove a control group and all below it; processes that are still in one are killed."""
+    if "rlsandbox" not in str(group):
+        return  # a note that was tampered with names somebody else's
+    for top, names, _ in os.walk(group, topdown=False):
+        for name in [*(os.path.join(top, name) for name in names), top]:
+            for thaw, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
+                with contextlib.suppress(OSError):  # the frozen cannot be killed (v1)
+                    Path(name, thaw).write_text(word)
+            for _ in range(100):
+                for pid in _read_lines(Path(name, "cgroup.procs")):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                try:
+                    os.rmdir(name)
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(0.01)  # the killed have not quite gone
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().split()
+    except OSError:
+        return []
