@@ -16,7 +16,7 @@ from ..keeper.channel import CommandChannel, Exit, Sink
 from ..keeper.client import KeeperClient
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..keeper.frames import encode_fields
-from ..results import CommandResult, Stream
+from ..results import CommandResult, Outcome, Stream
 from ..spec import Spec, parse_size
 from ..task import Task
 from .command import (
@@ -68,6 +68,12 @@ class SandboxBase:
         self.reset_mode = reset_mode or client.welcome.mode
         self.rollout = rollout
         self.budget: Budget | None = None
+        self.outcome: Outcome | None = None
+        """Of :meth:`grade`, once it has given one."""
+        self.times: dict[str, float] = {}
+        """Seconds of this claim by part of its TTFC; the pool fills them in."""
+        self.ttfc_s: float | None = None
+        """Time to first command, once a command has started."""
         self.workdir = task.workdir or workdir or "/"
         self._host = host
         self._state: State = "ready"

@@ -200,7 +200,8 @@ class AsyncSandbox(SandboxBase):
             ConfigError: neither the task nor the call has a grader.
         """
         self._require("ready")
-        return await grading.grade(self, grader)
+        self.outcome = await grading.grade(self, grader)
+        return self.outcome
 
     async def fresh(self) -> AsyncSandbox:
         """Another sandbox of the same task, for the grader."""

@@ -113,6 +113,8 @@ class Budget:
     def __init__(self, limits: Limits, *, clock: object = None) -> None:
         self.limits = limits
         self.steps = 0
+        self.reached: str | None = None
+        """The limit that refused a command: the attempt is truncated, whether or not its policy minds."""
         self._clock = clock if callable(clock) else time.monotonic
         self._start: float = self._clock()
 
@@ -132,9 +134,11 @@ class Budget:
         """
         limits = self.limits
         if limits.steps is not None and self.steps >= limits.steps:
+            self.reached = "steps"
             raise LimitReachedError(f"all {limits.steps} steps of the attempt are used", limit="steps")
         left = self.left_s
         if left is not None and left <= 0:
+            self.reached = "wall"
             raise LimitReachedError(f"the attempt's {limits.wall:g} s are over", limit="wall")
         self.steps += 1
         return left

@@ -353,7 +353,7 @@ def _budget(sandbox: Any, task: Task) -> Any:
     limits = task.limits
     if limits.steps is None and limits.wall is None:
         return None
-    from .._sandbox.host import Budget
+    from ..sandbox import Budget
 
     sandbox.budget = Budget(limits)
     return sandbox.budget
