@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from rlsandbox.backends.base import Member
 from rlsandbox.backends.local import Local
 from rlsandbox.keeper.client import KeeperClient
-from rlsandbox.reset.baseline import Baseline, take_baseline
 from rlsandbox.spec import Spec
 
 from .host import Ran
@@ -28,7 +27,6 @@ class Place:
     backend: Local
     member: Member
     client: KeeperClient
-    baseline: Baseline
 
     @property
     def mode(self) -> str:
@@ -80,7 +78,7 @@ async def place(backend: Local, spec: Spec | None = None) -> AsyncIterator[Place
     try:
         client = await KeeperClient.open(*await backend.connect(member), member=name)
         try:
-            yield Place(backend, member, client, await take_baseline(client, mode=client.welcome.mode))
+            yield Place(backend, member, client)
         finally:
             await client.aclose()
     finally:
