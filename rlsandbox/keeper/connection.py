@@ -134,6 +134,7 @@ class Connection(asyncio.Protocol):
     def _take_over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport: Any = writer.transport
         self._transport = transport
+        self._kept = (reader, writer)  # a StreamWriter closes its transport when it is collected
         try:
             transport.set_protocol(self)
         except (NotImplementedError, AttributeError):
