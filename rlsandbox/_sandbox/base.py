@@ -74,7 +74,7 @@ class SandboxBase:
         """Seconds of this claim by part of its TTFC; the pool fills them in."""
         self.ttfc_s: float | None = None
         """Time to first command, once a command has started."""
-        self.workdir = task.workdir or workdir or "/"
+        self.workdir = task.workdir or workdir or (facts or {}).get("workdir") or "/"
         self._host = host
         self._state: State = "ready"
         self._base_env = dict(base_env or {})
@@ -94,12 +94,13 @@ class SandboxBase:
         facts = {**client.welcome.facts, **self._facts}
         means = {k[6:]: v for k, v in facts.items() if k.startswith("limit.")}
         self._ids = facts.get("ids", "")
+        self._user = facts.get("user") or None
         self.limits = SandboxLimits(
             attempt=self.task.limits,
-            memory=self.spec.memory_bytes,
-            disk=self.spec.disk_bytes,
+            memory=_number(facts, "memory_bytes", self.spec.memory_bytes),
+            disk=_number(facts, "disk_bytes", self.spec.disk_bytes),
             cpu=self.spec.cpu,
-            pids=self.spec.pids,
+            pids=_number(facts, "pids", self.spec.pids),
             means=means,
         )
         self._env = encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env)})
@@ -217,7 +218,7 @@ class SandboxBase:
         return posixpath.join(self.workdir, text)
 
     def user(self, user: str | None) -> bytes | None:
-        who = user if user is not None else self.spec.user
+        who = user if user is not None else self.spec.user if self.spec.user is not None else self._user
         if who is None:
             return None
         if self._ids == "one" and who not in ("root", "0", "0:0"):
@@ -302,3 +303,8 @@ class SandboxBase:
         collector = Collector(limit)
         channel, argv = self.command(cmd, timeout=timeout, output_limit=max(limit, 1), sink=collector.add)
         return await self._ended(channel, argv, collector, timeout)
+
+
+def _number(facts: Mapping[str, str], name: str, otherwise: int | None) -> int | None:
+    value = facts.get(name, "")
+    return int(value) if value.isdigit() else otherwise

@@ -38,7 +38,15 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Member:
-    """A place with a keeper in it."""
+    """A place with a keeper in it.
+
+    Args:
+        id: its name, as the pool gave it.
+        node: the machine that it is on.
+        facts: what is told about it; those that others read: ``workdir`` and ``user`` (where and as whom
+            commands run when neither task nor spec says), ``memory_bytes``, ``disk_bytes``, ``pids``
+            (limits in force), ``limit.memory`` .. (by which means), ``ids``, ``isolation``.
+    """
 
     id: str
     node: str | None

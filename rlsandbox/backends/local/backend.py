@@ -105,7 +105,8 @@ class Local(Backend):
             raise ProvisionError(f"sandbox {member} was not made within {deadline:g} s") from None
         except KeeperFailure as error:
             raise _explained(error) from error
-        facts = {**facts_of(reply), "mode": reply.text(Tag.MODE), "isolation": isolation, **root.facts}
+        facts = {**limits.of(spec).facts(), **facts_of(reply), **root.facts}
+        facts |= {"mode": reply.text(Tag.MODE), "isolation": isolation}
         made = Member(id=member, node=platform.node(), facts=facts)
         self._places[member] = _Place(dict(labels), made, stream)
         return made

@@ -27,6 +27,16 @@ class Allowed:
     pids: int
     nofile: int
 
+    def facts(self) -> dict[str, str]:
+        """Told with the member: ``memory_bytes``, ``disk_bytes``, ``cpu_milli``, ``pids``, ``nofile``."""
+        return {
+            "memory_bytes": str(self.memory),
+            "disk_bytes": str(self.disk),
+            "pids": str(self.pids),
+            "nofile": str(self.nofile),
+            **({"cpu_milli": str(self.cpu_milli)} if self.cpu_milli is not None else {}),
+        }
+
 
 def of(spec: Spec) -> Allowed:
     """The limits of *spec*; what it leaves open is chosen so that a sandbox cannot take the trainer's memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,16 +76,17 @@ class Roots:
             data = await self._work("host", network=spec.network)
             lowers, overlays = data["lowers"], [(target, lower) for target, lower in data["overlays"]]
             env = {"PATH": PATH, "LANG": "C.UTF-8"}
-            facts = {"base": "host", "base.digest": data["digest"]}
+            facts = {"base": "host", "base.digest": data["digest"], "workdir": "/workspace"}
         else:
             lowers = list(image.lowers)
             env = {"PATH": PATH, **image.env}
             facts = {
                 "base": "image",
                 "base.digest": image.digest,
-                "image.workdir": image.workdir,
-                "image.user": image.user,
-                "image.entrypoint": " ".join(image.entrypoint),
+                "workdir": image.workdir or "/",
+                # With one id there is nobody but root to be.
+                "user": image.user if self._ids.kind != "one" else "",
+                "entrypoint": shlex.join(image.entrypoint),
             }
         hidden = tuple(target for target, _ in overlays)
         points = [[target, _kind(source)] for target, source in binds if not _inside(target, hidden)]
