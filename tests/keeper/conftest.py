@@ -6,6 +6,7 @@ import os
 import pwd
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,19 +31,24 @@ def users() -> list[str | None]:
 
 
 @pytest.fixture(scope="session")
-def keeper_binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where every user can run it."""
-    place = tmp_path_factory.mktemp("keeper")
-    for part in (place, *place.parents):
-        if part.stat().st_uid == os.geteuid() and part != Path("/tmp") and part != Path("/"):
-            part.chmod(0o755)
-    return Path(shutil.copy(build(), place / "keeper"))
+def keeper_binary() -> Iterator[Path]:
+    """Where every user can run it, which pytest's own directories are not."""
+    with tempfile.TemporaryDirectory(prefix="rls-test-") as place:
+        Path(place).chmod(0o755)
+        yield Path(shutil.copy(build(), Path(place) / "keeper"))
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    """A directory that every user can read."""
+    with tempfile.TemporaryDirectory(prefix="rls-test-") as place:
+        Path(place).chmod(0o755)
+        yield Path(place)
 
 
 @pytest.fixture(params=users(), ids=lambda user: user or "self")
-def hub(request: pytest.FixtureRequest, keeper_binary: Path, tmp_path: Path) -> Iterator[Hub]:
-    tmp_path.chmod(0o755)
-    with Hub(keeper_binary, user=request.param, scratch=tmp_path) as hub:
+def hub(request: pytest.FixtureRequest, keeper_binary: Path, scratch: Path) -> Iterator[Hub]:
+    with Hub(keeper_binary, user=request.param, scratch=scratch) as hub:
         yield hub
 
 

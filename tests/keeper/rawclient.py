@@ -63,7 +63,7 @@ class Frames:
     """Frames over one socket. Answers are kept per channel until asked for."""
 
     def __init__(self, sock: socket.socket) -> None:
-        self.sock, self.buf, self.channel, self.fds = sock, b"", 0, array.array("i")
+        self.sock, self.buf, self.at, self.channel, self.fds = sock, bytearray(), 0, 0, array.array("i")
         self.waiting: dict[int, list[tuple[int, int, int, bytes]]] = {}
         sock.settimeout(60)
 
@@ -77,15 +77,18 @@ class Frames:
                 self.fds.frombytes(raw[: len(raw) // 4 * 4])
         if not data:
             raise EOFError("the keeper closed its stream")
+        del self.buf[: self.at]
+        self.at = 0
         self.buf += data
 
     def frame(self) -> tuple[int, int, int, int, bytes]:
-        while len(self.buf) < 16:
+        while len(self.buf) - self.at < 16:
             self._fill()
-        n, kind, flags, stream, channel, _ = struct.unpack_from("<IBBHII", self.buf)
-        while len(self.buf) < n + 4:
+        n, kind, flags, stream, channel, _ = struct.unpack_from("<IBBHII", self.buf, self.at)
+        while len(self.buf) - self.at < n + 4:
             self._fill()
-        payload, self.buf = self.buf[16 : n + 4], self.buf[n + 4 :]
+        payload = bytes(self.buf[self.at + 16 : self.at + n + 4])
+        self.at += n + 4
         return kind, flags, stream, channel, payload
 
     def next(self, channel: int) -> tuple[int, int, int, bytes]:
@@ -123,18 +126,18 @@ class Frames:
 
 class Result:
     def __init__(self) -> None:
-        self.out = {1: b"", 2: b"", 4: b""}
-        self.tail = {1: b"", 2: b"", 4: b""}
+        self.out = {stream: bytearray() for stream in (1, 2, 4)}
+        self.tail = {stream: bytearray() for stream in (1, 2, 4)}
         self.exit: dict[Tag, Any] = {}
         self.pid = 0
 
     @property
     def stdout(self) -> bytes:
-        return self.out[1]
+        return bytes(self.out[1])
 
     @property
     def stderr(self) -> bytes:
-        return self.out[2]
+        return bytes(self.out[2])
 
     @property
     def code(self) -> int:
@@ -211,6 +214,8 @@ class Hub(Frames):
         theirs.close()
         super().__init__(ours)
         self.count = 0
+        self.creating: set[int] = set()
+        self.streams: dict[int, int] = {}
         self.user = user
         self.scratch = scratch
 
@@ -254,11 +259,20 @@ class Hub(Frames):
     def create_begin(self, *more: tuple[Tag, Any], name: str | None = None, base: list[tuple[Tag, Any]] | None = None) -> int:
         self.count += 1
         fields = self.base() if base is None else base
-        return self.request(Op.HUB_CREATE, (Tag.MEMBER, name or f"m{self.count}"), (Tag.HOSTNAME, "sandbox"), *fields, *more)
+        channel = self.request(Op.HUB_CREATE, (Tag.MEMBER, name or f"m{self.count}"), (Tag.HOSTNAME, "sandbox"), *fields, *more)
+        self.creating.add(channel)
+        return channel
+
+    def frame(self) -> tuple[int, int, int, int, bytes]:
+        got = super().frame()
+        if got[0] == Type.REPLY and got[3] in self.creating:  # descriptors come in the order of these answers
+            self.streams[got[3]] = self.fds.pop(0)
+        return got
 
     def create_end(self, channel: int) -> Keeper:
         self.created, _ = self.reply(channel)
-        return Keeper(socket.socket(fileno=self.fds.pop(0)))
+        self.creating.remove(channel)
+        return Keeper(socket.socket(fileno=self.streams.pop(channel)))
 
     def create(self, *more: tuple[Tag, Any], **options: Any) -> Keeper:
         return self.create_end(self.create_begin(*more, **options))

@@ -9,6 +9,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 
+#include "procs.h"
 #include "sys.h"
 
 /* ---- finding channels ---- */
@@ -115,7 +116,7 @@ static struct ereq *ereq_new(uint32_t kind, uint32_t job, uint32_t op, const uin
         return NULL;
     struct emsg m = {.kind = kind, .job = job, .op = op, .body = big ? 0 : (uint32_t)n};
     memcpy(r->data, &m, EMSG_HEAD);
-    if (!big)
+    if (!big && n)
         memcpy(r->data + EMSG_HEAD, body, n);
     r->len = EMSG_HEAD + (big ? 0 : n);
     return r;
@@ -248,6 +249,14 @@ static bool request(struct chan *c)
     case OP_READ: case OP_WRITE: case OP_LIST: case OP_STAT:
         job_start(c);
         return true;
+    case OP_KILL_ALL: {
+        struct ereq *r = k->init.fd < 0 ? NULL : ereq_new(E_KILL_ALL, c->job = ++k->next_job, 0, NULL, 0);
+        if (r)
+            ereq_push(k, r);
+        else
+            chan_fail(c, k->init.fd < 0 ? ESRCH : ENOMEM, "end the episode's processes");
+        return true;
+    }
     case OP_RESET: {
         struct buf m = c->msg;
         uint32_t id = c->id;
@@ -363,6 +372,10 @@ void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd)
         fd_close(&pidfd);
         chan_fail(c, m->status, "fork in the sandbox (is its limit of processes reached?)");
         return;
+    case E_KILLED:
+        conn_send(&k->conn, T_REPLY, 0, c->id, NULL, 0);
+        chan_free(c);
+        return;
     case E_EXITED:
         c->ended = true;
         c->status = m->status;
@@ -404,7 +417,11 @@ void chan_kill(struct chan *c)
         c->kill_wanted = true;
         return;
     }
-    if (c->pidfd >= 0 && !c->ended)
+    if (c->pidfd < 0 || c->ended)
+        return;
+    if (c->op == OP_SPAWN)
+        tree_kill(c);
+    else
         k_pidfd_signal(c->pidfd, SIGKILL);
 }
 
@@ -477,7 +494,11 @@ bool chan_frame(struct keeper *k, const struct frame *f)
     case T_SIGNAL:
         if (f->len < 1 || f->len > 2 || f->p[0] > 64)
             return false;
-        if (c && c->pidfd >= 0 && !c->ended)
+        if (!c || c->pidfd < 0 || c->ended)
+            return true;
+        if (f->len == 2 && f->p[1] == 1 && f->p[0])
+            tree_signal(c, f->p[0]);
+        else
             k_pidfd_signal(c->pidfd, f->p[0]);
         return true;
     case T_CANCEL:

@@ -44,11 +44,14 @@ static int loopback_up(struct err *e)
     return x;
 }
 
-static void reap(struct init *in)
+/* flags: WNOHANG, or 0 to go on until nobody is left */
+static void reap(struct init *in, int flags)
 {
     for (;;) {
         int status;
-        pid_t p = waitpid(-1, &status, WNOHANG | __WALL);
+        pid_t p = waitpid(-1, &status, flags | __WALL);
+        if (p < 0 && errno == EINTR)
+            continue;
         if (p <= 0)
             return;
         for (unsigned i = 0; i < in->n; i++) {
@@ -104,7 +107,8 @@ static void serve(struct init *in)
         _exit(5);
     if (u.m.kind == E_KILL_ALL) {
         struct emsg back = {.kind = E_KILLED, .job = u.m.job};
-        kill(-1, SIGKILL);
+        kill(-1, SIGKILL); /* at once, all of them: nobody forks away from it */
+        reap(in, 0);
         say(in->ctl, &back, EMSG_HEAD, -1);
     } else
         start(in, &u.m, u.room + EMSG_HEAD, u.m.body, fds, nfds);
@@ -168,7 +172,7 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
             struct signalfd_siginfo si;
             while (read(in.sig, &si, sizeof si) > 0)
                 ;
-            reap(&in);
+            reap(&in, WNOHANG);
         }
         if (p[0].revents)
             serve(&in);

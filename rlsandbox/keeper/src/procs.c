@@ -1,0 +1,192 @@
+#include "procs.h"
+
+#include <dirent.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sys.h"
+
+enum { MAX_PROCS = 1 << 20, STOP_ROUNDS = 100, KILL_ROUNDS = 200 };
+
+int procs_dir(struct keeper *k)
+{
+    return k->foreign_proc ? open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC)
+                           : openat(k->proc_fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+}
+
+static bool stat_read(int dir, const char *name, struct proc *p)
+{
+    char path[32], text[1024];
+    if (path_join(path, sizeof path, "%s/stat", name) < 0 || read_file_at(dir, path, text, sizeof text) <= 0)
+        return false;
+    char *s = strrchr(text, ')'); /* the name before it may hold anything */
+    int ppid;
+    if (!s || sscanf(s + 1, " %c %d", &p->state, &ppid) != 2)
+        return false;
+    p->pid = (pid_t)strtol(name, NULL, 10);
+    p->ppid = ppid;
+    p->in = false;
+    return true;
+}
+
+int procs_read(int dir, struct procs *ps)
+{
+    int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    ps->n = 0;
+    if (!d) {
+        fd_close(&fd);
+        return -1;
+    }
+    while ((x = readdir(d))) {
+        if (x->d_name[0] < '1' || x->d_name[0] > '9')
+            continue;
+        if (ps->n == ps->cap) {
+            size_t cap = ps->cap ? ps->cap * 2 : 64;
+            struct proc *q = cap > MAX_PROCS ? NULL : realloc(ps->p, cap * sizeof *q);
+            if (!q) {
+                closedir(d);
+                errno = ENOMEM;
+                return -1;
+            }
+            ps->p = q;
+            ps->cap = cap;
+        }
+        if (stat_read(dir, x->d_name, &ps->p[ps->n]))
+            ps->n++;
+    }
+    closedir(d);
+    return 0;
+}
+
+void procs_free(struct procs *ps)
+{
+    free(ps->p);
+    *ps = (struct procs){0};
+}
+
+static int by_pid(const void *a, const void *b)
+{
+    pid_t x = ((const struct proc *)a)->pid, y = ((const struct proc *)b)->pid;
+    return x < y ? -1 : x > y;
+}
+
+static struct proc *find(struct procs *ps, pid_t pid)
+{
+    struct proc key = {.pid = pid};
+    return ps->n ? bsearch(&key, ps->p, ps->n, sizeof key, by_pid) : NULL;
+}
+
+size_t procs_mark_tree(struct procs *ps, pid_t root)
+{
+    size_t n = 0;
+    bool more = true;
+    if (ps->n)
+        qsort(ps->p, ps->n, sizeof *ps->p, by_pid);
+    struct proc *r = find(ps, root);
+    if (!r)
+        return 0;
+    r->in = true;
+    n = 1;
+    while (more) { /* as many rounds as the tree is deep, in the worst order */
+        more = false;
+        for (size_t i = 0; i < ps->n; i++) {
+            struct proc *p = &ps->p[i], *parent;
+            if (p->in || !(parent = find(ps, p->ppid)) || !parent->in)
+                continue;
+            p->in = more = true;
+            n++;
+        }
+    }
+    return n;
+}
+
+pid_t procs_number(struct keeper *k, int pidfd, pid_t inside)
+{
+    char path[64], text[512];
+    if (!k->foreign_proc)
+        return inside;
+    path_join(path, sizeof path, "/proc/self/fdinfo/%d", pidfd);
+    if (read_file_at(AT_FDCWD, path, text, sizeof text) <= 0)
+        return -1;
+    char *s = strstr(text, "\nPid:");
+    return s ? (pid_t)strtol(s + 5, NULL, 10) : -1;
+}
+
+int procs_signal(int dir, pid_t pid, int sig)
+{
+    char name[16];
+    path_join(name, sizeof name, "%d", (int)pid);
+    int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        return -1;
+    int r = k_pidfd_signal(fd, sig);
+    int no = errno;
+    close(fd);
+    errno = no;
+    return r;
+}
+
+/* ---- trees ---- */
+
+/* A main process gathers its orphans (it is their subreaper), so as long as it lives its tree is all that the command
+ * started. Hence: stop all of it, until a look finds nobody new; then kill the others, and the main process last. */
+void tree_kill(struct chan *c)
+{
+    struct procs ps = {0}, seen = {0};
+    int dir = procs_dir(c->k);
+    pid_t root = procs_number(c->k, c->pidfd, c->pid);
+    k_pidfd_signal(c->pidfd, SIGSTOP);
+    for (int round = 0; dir >= 0 && round < STOP_ROUNDS; round++) {
+        size_t new = 0;
+        if (procs_read(dir, &ps) < 0 || !procs_mark_tree(&ps, root))
+            break;
+        for (size_t i = 0; i < ps.n; i++) {
+            struct proc *p = &ps.p[i];
+            if (!p->in || p->pid == root || p->state == 'Z' || p->state == 'X' || find(&seen, p->pid))
+                continue;
+            procs_signal(dir, p->pid, SIGSTOP);
+            new++;
+        }
+        struct procs swap = seen; /* what was seen now is what was seen before, next time */
+        seen = ps;
+        ps = swap;
+        if (!new)
+            break;
+    }
+    for (int round = 0; dir >= 0 && round < KILL_ROUNDS; round++) {
+        size_t live = 0;
+        if (procs_read(dir, &ps) < 0 || procs_mark_tree(&ps, root) <= 1)
+            break;
+        for (size_t i = 0; i < ps.n; i++) {
+            struct proc *p = &ps.p[i];
+            if (!p->in || p->pid == root || p->state == 'Z' || p->state == 'X')
+                continue;
+            procs_signal(dir, p->pid, SIGKILL);
+            live++;
+        }
+        if (!live)
+            break;
+    }
+    k_pidfd_signal(c->pidfd, SIGKILL);
+    fd_close(&dir);
+    procs_free(&ps);
+    procs_free(&seen);
+}
+
+void tree_signal(struct chan *c, int sig)
+{
+    struct procs ps = {0};
+    int dir = procs_dir(c->k);
+    pid_t root = procs_number(c->k, c->pidfd, c->pid);
+    if (dir >= 0 && procs_read(dir, &ps) == 0 && procs_mark_tree(&ps, root))
+        for (size_t i = 0; i < ps.n; i++)
+            if (ps.p[i].in && ps.p[i].pid != root)
+                procs_signal(dir, ps.p[i].pid, sig);
+    k_pidfd_signal(c->pidfd, sig);
+    fd_close(&dir);
+    procs_free(&ps);
+}
