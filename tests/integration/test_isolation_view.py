@@ -150,16 +150,10 @@ async def test_ways_out_of_the_root_lead_back_into_it(mode: str) -> None:
         ]
         for way in ways:
             assert (await where.sh(f"cat {way}")).out == "here\n", way
-        for way in (
-            "/proc/1/root/",
-            "/proc/1/cwd/",
-            "/proc/1/fd/",
-            "/proc/1/map_files/",
-            "/proc/1/task/1/root/",
-        ):
-            ran = await where.sh(f"ls {way} 2>&1")
-            own = (await where.sh("ls /")).out
-            assert ran.code != 0 or ran.out in ("", own), f"{way}: {ran.out}"
+        own = (await where.sh("ls /")).out
+        for way in ("/proc/1/root", "/proc/1/cwd", "/proc/1/task/1/root", "/proc/1/fd/*", "/proc/1/map_files/*"):
+            ran = await where.sh(f"for p in {way}; do ls $p/ || cat $p; done 2>/dev/null")
+            assert ran.out in ("", own), f"{way}: {ran.out}"
         ran = await where.sh("cd /; for i in 1 2 3 4 5 6 7 8; do cd ..; done; ls")
         assert "inside-mark" in ran.out
 
@@ -260,7 +254,6 @@ PROC_FILES = (
     "mem", "oom_adj", "oom_score_adj", "projid_map", "sched", "setgroups", "timens_offsets", "timerslack_ns", "uid_map",
     "ns/mnt", "root", "cwd", "exe", "environ", "maps", "map_files", "fd", "fdinfo", "syscall", "stack", "personality", "io", "auxv",
 )  # fmt: skip
-HARMLESS = frozenset({"autogroup", "comm", "sched", "timens_offsets", "timerslack_ns"})
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -288,7 +281,7 @@ async def test_no_file_of_the_keeper_in_proc_can_be_written_nor_its_memory_read(
                 said = (await where.run(["/try", "open", f"/proc/1/{name}", str(flags)], user=user)).said
                 if said == "ok":
                     opened.append(name)
-        assert set(opened) <= HARMLESS, opened
+        assert opened == []
         for name in ("environ", "mem", "maps", "auxv", "syscall", "stack", "io"):
             assert (await where.sh(f"head -c 1 /proc/1/{name}", user=user)).out == "", name
         said = [

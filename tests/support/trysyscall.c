@@ -102,12 +102,9 @@ TRY(t_init_module) { UNUSED; return syscall(SYS_init_module, NULL, 0, NULL); }
 TRY(t_finit_module) { UNUSED; return syscall(SYS_finit_module, -1, "", 0); }
 TRY(t_delete_module) { UNUSED; return syscall(SYS_delete_module, "rls_no_such_module", O_NONBLOCK); }
 TRY(t_userfaultfd) { UNUSED; return syscall(SYS_userfaultfd, 0); }
-TRY(t_handle)
+TRY(t_handle) /* inode 2 of the file system that holds a path: its root, whatever is mounted below */
 {
-    struct { struct file_handle h; char room[128]; } h = {.h.handle_bytes = 128};
-    int id;
-    if (name_to_handle_at(AT_FDCWD, A(1), &h.h, &id, 0) < 0)
-        return -1;
+    struct { struct file_handle h; uint32_t ino[2]; } h = {.h.handle_bytes = 8, .h.handle_type = 1, .ino = {2, 0}};
     int fd = open(A(1), O_RDONLY);
     return fd < 0 ? -1 : open_by_handle_at(fd, &h.h, O_RDONLY);
 }
@@ -173,6 +170,15 @@ TRY(t_nofile) { UNUSED; struct rlimit l; getrlimit(RLIMIT_NOFILE, &l); l.rlim_ma
 TRY(t_oom) { UNUSED; int fd = open("/proc/self/oom_score_adj", O_WRONLY); return fd < 0 ? -1 : write(fd, "-1000", 5); }
 TRY(t_socket) { return socket((int)N(1), (int)N(2), (int)N(3)); }
 TRY(t_open) { return open(A(1), (int)N(2) | O_NONBLOCK | O_NOCTTY); }
+TRY(t_read) /* a file that is there and empty has been covered */
+{
+    char c;
+    int fd = open(A(1), O_RDONLY | O_NONBLOCK);
+    long n = fd < 0 ? -1 : read(fd, &c, 1);
+    if (n == 0)
+        errno = ENODATA;
+    return n > 0 ? 0 : -1;
+}
 TRY(t_write) { int fd = open(A(1), O_WRONLY); return fd < 0 ? -1 : write(fd, A(2), strlen(A(2))); }
 TRY(t_connect)
 {
@@ -242,7 +248,7 @@ static const struct { const char *name; long (*fn)(int, char **); } table[] = {
     {"setdomainname", t_setdomainname}, {"mknod_block", t_mknod_block}, {"mknod_mem", t_mknod_mem}, {"iopl", t_iopl},
     {"ioperm", t_ioperm}, {"tiocsti", t_tiocsti}, {"ptrace", t_ptrace}, {"vm_read", t_vm_read}, {"kill", t_kill},
     {"pidfd_getfd", t_pidfd_getfd}, {"kcmp", t_kcmp}, {"nice", t_nice}, {"realtime", t_realtime}, {"nofile", t_nofile},
-    {"oom", t_oom}, {"socket", t_socket}, {"open", t_open}, {"write", t_write}, {"connect", t_connect}, {"unix", t_unix},
+    {"oom", t_oom}, {"socket", t_socket}, {"open", t_open}, {"read", t_read}, {"write", t_write}, {"connect", t_connect}, {"unix", t_unix},
     {"personality", t_personality}, {"euid0", t_geteuid}, {"set_if", t_set_if}, {"int80", t_int80}, {"x32", t_x32},
 };
 

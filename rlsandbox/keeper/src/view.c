@@ -82,7 +82,7 @@ static int fs_on(int root, const char *type, const char *target, unsigned long f
 /* Parts of /proc that say or change something about the machine: read-only, or covered. What does not exist is fine. */
 static int proc_guard(int root, int proc, struct err *e)
 {
-    static const char *const read_only[] = {"sys", "irq", "bus", "fs", "sysrq-trigger"};
+    static const char *const read_only[] = {"sys", "irq", "bus", "fs", "sysrq-trigger", "1" /* ours: its root may write there otherwise */};
     static const char *const covered[] = {"kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "acpi", "scsi"};
     (void)root;
     for (size_t i = 0; i < COUNT_OF(read_only); i++) {
