@@ -27,16 +27,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError, PoolClosedError, SandboxError, SandboxStateError, UnsupportedError
 from ..hooks import Rollout
-from ..ledger.failures import failure_of
+from ..ledger.failures import failure_of, jsonable
 from ..results import Failure, Outcome, Record
 from ..task import Task
+from .policy import in_thread
 
 if TYPE_CHECKING:
+    import pluggy
+
     from ..ledger.recorder import Attempt, Ledger
     from ..metrics import BatchClock, Metrics
 
 log = logging.getLogger("rlsandbox.pool")
 
+RECORD_HOOK_S = 10.0
 CALLERS_MISTAKES = (ConfigError, UnsupportedError, PoolClosedError)
 """Errors of whoever set things up: they are recorded as any other, and always raised."""
 
@@ -46,14 +50,10 @@ class Host(Protocol):
 
     ledger: Ledger
     metrics: Metrics
-    plugins: Any
-    """The pluggy manager."""
+    manager: pluggy.PluginManager
 
-    async def _claim(self, task: Task, *, rollout: Rollout, timeout: float | None) -> Any:
-        """An AsyncSandbox for one attempt of *rollout*: its credentials issued, ``sandbox.rollout`` set."""
-
-    async def _recorded(self, record: Record) -> None:
-        """A rollout has ended and is in the ledger: tell ``rlsandbox_record``; what it raises is logged."""
+    def claim(self, task: Any, *, timeout: float | None = None, rollout: Rollout | None = None) -> Any:
+        """An awaitable of an AsyncSandbox for one attempt of *rollout*, its credentials issued."""
 
 
 class Episode:
@@ -132,7 +132,7 @@ class Episode:
             rollout = self._rollout(self._attempt.n)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                sandbox = await self._pool._claim(self.task, rollout=rollout, timeout=left)
+                sandbox = await self._pool.claim(self.task, timeout=left, rollout=rollout)
             except asyncio.CancelledError:
                 self._end_attempt(None)
                 await self.cancel("its claim was cancelled")
@@ -170,6 +170,8 @@ class Episode:
             TypeError: *value* is neither JSON-able nor text; the rollout has not ended.
         """
         outcome = self.outcome
+        value = jsonable(value)
+        self._end_attempt(None)
         record = self._entry.end(
             "completed",
             reward=outcome.reward if outcome is not None else None,
@@ -177,7 +179,6 @@ class Episode:
             value=value,
             truncated=truncated,
         )
-        self._end_attempt(None)
         await self._ended(record)
         return record
 
@@ -205,7 +206,7 @@ class Episode:
 
     def _judge(self, error: BaseException, phase: str) -> Failure:
         rollout = self._rollout(max(1, self.attempts))
-        return failure_of(error, phase, rollout, self._pool.plugins)
+        return failure_of(error, phase, rollout, self._pool.manager)
 
     def _end_attempt(self, failure: Failure | None) -> None:
         attempt, self._attempt = self._attempt, None
@@ -220,7 +221,13 @@ class Episode:
         if self._clock is not None:
             self._clock.recorded()
         await self._release(discard=False)
-        await self._pool._recorded(record)
+        await self._pool.ledger.flush()
+        hook = self._pool.manager.hook.rlsandbox_record
+        if hook.get_hookimpls():
+            try:
+                await in_thread(lambda: hook(record=record), RECORD_HOOK_S)
+            except Exception:
+                log.warning("a plugin's rlsandbox_record failed for %s", record.id, exc_info=True)
 
     async def _release(self, *, discard: bool) -> None:
         sandbox, self.sandbox = self.sandbox, None
