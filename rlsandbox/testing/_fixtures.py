@@ -1,0 +1,117 @@
+"""What the conformance tests stand on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from .._portal import Portal
+from ..backends.base import Backend
+from ..sandbox import AsyncSandbox, Sandbox
+from ..spec import Spec
+from ..task import Task
+from .lone import LoneHost
+
+T = TypeVar("T")
+
+
+class Fixtures:
+    """Fixtures of the suite. A subclass gives ``backend`` and may set ``skip``, ``spec`` and ``other_user``."""
+
+    skip: ClassVar[dict[str, str]] = {}
+    """Test name (without ``test_``), or the beginning of several, to the reason."""
+    spec: ClassVar[Spec] = Spec()
+    other_user: ClassVar[str] = "nobody"
+    """A user of the image who may do little."""
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        raise NotImplementedError("give the backend in a fixture called `backend`")
+
+    def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
+        """End the sandbox's keeper as a broken machine would: at once, without a word."""
+        pytest.skip("this backend does not say how to kill a keeper")
+
+    @pytest.fixture(autouse=True)
+    def _skips(self, request: pytest.FixtureRequest) -> None:
+        name = request.node.originalname.removeprefix("test_")
+        for key, reason in self.skip.items():
+            if name.startswith(key.removeprefix("test_")):
+                pytest.skip(reason)
+
+    @pytest.fixture
+    def portal(self) -> Iterator[Portal]:
+        portal = Portal("conformance")
+        yield portal
+        portal.close()
+
+    @pytest.fixture
+    def host(self, backend: Backend, portal: Portal) -> Iterator[LoneHost]:
+        host = LoneHost(backend)
+        yield host
+
+        async def close() -> None:
+            await host.close()
+            await backend.close()
+
+        portal.call(close)
+
+    @pytest.fixture
+    def make(self, host: LoneHost, portal: Portal) -> Iterator[Callable[..., Sandbox]]:
+        """Makes sandboxes: ``make(task, spec=..)``."""
+        made: list[Sandbox] = []
+
+        def make(task: Task | None = None, **how: Any) -> Sandbox:
+            how.setdefault("spec", self.spec)
+            sandbox = Sandbox(portal.call(host.make, task, **how), portal)
+            made.append(sandbox)
+            return sandbox
+
+        yield make
+        for sandbox in made:
+            sandbox.release()
+
+    @pytest.fixture
+    def sandbox(self, make: Callable[..., Sandbox]) -> Sandbox:
+        return make()
+
+
+def gone(sandbox: Sandbox, pids: str) -> bool:
+    """Whether none of these processes (numbers in words) lives in the sandbox. A zombie does not live."""
+    check = (
+        "for p in " + " ".join(pids.split()) + "; do "
+        "[ -r /proc/$p/stat ] && read -r s </proc/$p/stat && "
+        "case ${s##*) } in Z*|X*) ;; *) echo $p;; esac; done 2>/dev/null; :"
+    )
+    return sandbox.run(check).stdout == ""
+
+
+def cancelled_when(
+    portal: Portal,
+    start: Callable[[], Coroutine[Any, Any, Any]],
+    ready: Callable[[], Awaitable[bool]],
+) -> None:
+    """Run *start* as a task, cancel it once *ready* says so, and see it end cancelled."""
+
+    async def run() -> None:
+        task = asyncio.ensure_future(start())
+        while not await ready():
+            if task.done():
+                await task
+                raise AssertionError("it ended before it was cancelled")
+            await asyncio.sleep(0.01)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+            raise AssertionError("a cancelled call gave a result")
+
+    portal.call(run)
+
+
+def inner(sandbox: Sandbox) -> AsyncSandbox:
+    """The asynchronous half of a sandbox."""
+    return sandbox._async

@@ -1,0 +1,18 @@
+"""The suite that every backend runs: what a sandbox promises, whatever it is made of.
+
+class TestMine(BackendConformance):
+    skip = {"hibernate": "no store yet"}
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return Mine()
+"""
+
+from __future__ import annotations
+
+from ._commands import Commands
+from ._sessions import Sessions
+
+
+class BackendConformance(Commands, Sessions):
+    """Subclass it, give the fixture ``backend``, run it with pytest."""
