@@ -46,11 +46,13 @@ class Bridge:
     @property
     def asynchronous(self) -> Any:
         """The AsyncPool behind the pool."""
-        return self.pool._pool
+        return self.pool._async
 
     def facade(self, sandbox: Any) -> Any:
         """The synchronous Sandbox over an AsyncSandbox."""
-        return self.pool._facade(sandbox)
+        from ..sandbox import Sandbox
+
+        return Sandbox(sandbox, self.pool._portal)
 
     @property
     def closed(self) -> bool:

@@ -32,6 +32,8 @@ from ..task import Task
 from .policy import AsyncRollout, Call, Ended, SyncSide, in_thread, real_interrupt
 
 if TYPE_CHECKING:
+    import pluggy
+
     from .rollouts import Host, Plan
 
 log = logging.getLogger("rlsandbox.pool.rollouts")
@@ -57,6 +59,24 @@ class Result:
     value: Any = None
     outcome: Outcome | None = None
     truncated: str | None = None
+
+
+async def judge(
+    manager: pluggy.PluginManager, error: BaseException, phase: str, about: Rollout | None
+) -> Failure:
+    """What *error* means for the rollout. Plugins of others answer on a thread, with a deadline."""
+    others = [
+        impl
+        for impl in manager.hook.rlsandbox_classify_failure.get_hookimpls()
+        if not getattr(impl.plugin, "__name__", "").startswith("rlsandbox_plugins.")
+    ]
+    if not others:
+        return failure_of(error, phase, about, manager)
+    try:
+        return await in_thread(lambda: failure_of(error, phase, about, manager), CLASSIFY_HOOK_S)
+    except TimeoutError:
+        log.warning("a plugin's rlsandbox_classify_failure hangs; judged without it: %s", printed(error))
+        return plain_failure(error, phase)
 
 
 class Chain:
@@ -296,20 +316,8 @@ class Chain:
     # ------------------------------------------------------------------ small things
 
     async def _judge(self, error: BaseException, phase: str) -> Failure:
-        manager = self.pool.manager
         about = self._about(Attempt(self.entry, self.entry.log.attempts[-1]))
-        others = [
-            impl
-            for impl in manager.hook.rlsandbox_classify_failure.get_hookimpls()
-            if not getattr(impl.plugin, "__name__", "").startswith("rlsandbox_plugins.")
-        ]
-        if not others:
-            return failure_of(error, phase, about, manager)
-        try:
-            return await in_thread(lambda: failure_of(error, phase, about, manager), CLASSIFY_HOOK_S)
-        except TimeoutError:
-            log.warning("a plugin's rlsandbox_classify_failure hangs; judged without it: %s", printed(error))
-            return plain_failure(error, phase)
+        return await judge(self.pool.manager, error, phase, about)
 
     async def _release(self, sandbox: Any, *, discard: bool) -> None:
         await self._quietly(sandbox.release(discard=discard), "release its sandbox")

@@ -25,11 +25,12 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError, PoolClosedError, SandboxError, SandboxStateError, UnsupportedError
+from ..errors import ConfigError, PoolClosedError, SandboxStateError, UnsupportedError
 from ..hooks import Rollout
-from ..ledger.failures import failure_of, jsonable
+from ..ledger.failures import cause_of, jsonable
 from ..results import Failure, Outcome, Record
 from ..task import Task
+from .attempts import judge
 from .policy import in_thread
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class Episode:
                 await self.cancel("its claim was cancelled")
                 raise
             except Exception as error:
-                self._end_attempt(self._judge(error, "claim"))
+                self._end_attempt(await self._judge(error, "claim"))
                 late = deadline is not None and time.monotonic() >= deadline
                 if self.may_retry and not late and not isinstance(error, CALLERS_MISTAKES):
                     continue
@@ -158,7 +159,7 @@ class Episode:
 
     async def broke(self, error: BaseException, phase: str) -> Failure:
         """The attempt ends with *error*; its sandbox is given back, or up where it cannot be trusted."""
-        failure = self._judge(error, phase)
+        failure = await self._judge(error, phase)
         self._end_attempt(failure)
         await self._release(discard=failure.infrastructure)
         return failure
@@ -198,15 +199,16 @@ class Episode:
         record = self._entry.cancel(cause)
         if record is not None:
             await self._ended(record)
+        else:  # it has ended, perhaps by the pool's closing, which leaves the handle to us
+            await self._release(discard=False)
         return record
 
     def _rollout(self, attempt: int) -> Rollout:
         entry = self._entry.log
         return Rollout(entry.run, self.task, entry.index, entry.group, attempt, id=entry.id)
 
-    def _judge(self, error: BaseException, phase: str) -> Failure:
-        rollout = self._rollout(max(1, self.attempts))
-        return failure_of(error, phase, rollout, self._pool.manager)
+    async def _judge(self, error: BaseException, phase: str) -> Failure:
+        return await judge(self._pool.manager, error, phase, self._rollout(max(1, self.attempts)))
 
     def _end_attempt(self, failure: Failure | None) -> None:
         attempt, self._attempt = self._attempt, None
@@ -220,8 +222,10 @@ class Episode:
     async def _ended(self, record: Record) -> None:
         if self._clock is not None:
             self._clock.recorded()
-        await self._release(discard=False)
-        await self._pool.ledger.flush()
+        try:
+            await self._release(discard=False)
+        finally:
+            await self._pool.ledger.flush()
         hook = self._pool.manager.hook.rlsandbox_record
         if hook.get_hookimpls():
             try:
@@ -233,8 +237,16 @@ class Episode:
         sandbox, self.sandbox = self.sandbox, None
         if sandbox is None:
             return
-        try:
-            await sandbox.release(discard=discard)
-        except SandboxError as error:
-            # The pool has taken note of it; the rollout's record does not change by what comes after.
-            log.warning("sandbox %s could not be given back: %s", sandbox.id, error)
+        release = asyncio.ensure_future(sandbox.release(discard=discard))
+        cancelled: asyncio.CancelledError | None = None
+        while not release.done():  # whoever cancels us: a sandbox half given back would be nobody's
+            try:
+                await asyncio.wait({release})
+            except asyncio.CancelledError as error:
+                cancelled = error
+        failed = None if release.cancelled() else release.exception()
+        if failed is not None:
+            log.warning("sandbox %s could not be given back: %s", sandbox.id, failed)
+            self._pool.ledger.note("cleanup_failed", cause_of(failed), rollout=self._entry.id, what="release")
+        if cancelled is not None:
+            raise cancelled

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlsandbox._portal import Portal
 from rlsandbox.errors import SandboxDiedError, SandboxStateError
 from rlsandbox.hooks import Rollout, plugin_manager
 from rlsandbox.ledger import Ledger
@@ -45,7 +45,7 @@ class DoubleSandbox:
         self.directory = Path(tempfile.mkdtemp(prefix="rls-double-"))
         self._pool = pool
 
-    async def run(self, cmd: Any, *, timeout: float | None = None) -> CommandResult:
+    async def run(self, cmd: Any, *, timeout: float | None = None, **_: Any) -> CommandResult:
         if self.state != "ready":
             raise SandboxStateError(f"the sandbox is {self.state}")
         self._pool.running += 1
@@ -120,8 +120,8 @@ class DoublePool(DoubleAsyncPool):
         self.closed = False
         self._met: asyncio.Event | None = None
         self._ids = itertools.count()
-        self._portal = DoublePortal()
-        self._pool = self
+        self._portal = Portal("double")
+        self._async = self
         self.rollouts: list[Rollout | None] = []
 
     def __deepcopy__(self, memo: object) -> DoublePool:
@@ -145,9 +145,6 @@ class DoublePool(DoubleAsyncPool):
             self._met.set()
         await self._met.wait()
 
-    def _facade(self, sandbox: DoubleSandbox) -> Any:
-        return DoubleFacade(sandbox, self._portal)
-
     def records(self) -> list[Any]:
         return self.ledger.records()
 
@@ -156,29 +153,6 @@ class DoublePool(DoubleAsyncPool):
             self.closed = True
             self.ledger.close()
             self._portal.close()
-
-
-class DoubleFacade:
-    def __init__(self, sandbox: DoubleSandbox, portal: DoublePortal) -> None:
-        self._sandbox, self._portal = sandbox, portal
-
-    def run(self, cmd: str) -> CommandResult:
-        return self._portal.call(self._sandbox.run, cmd)
-
-
-class DoublePortal:
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def call(self, fn: Any, *args: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(fn(*args), self.loop).result(60)
-
-    def close(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
 
 
 def statuses(records: Iterable[Any]) -> list[str]:

@@ -195,3 +195,34 @@ async def test_a_batch_is_timed_from_the_first_request_to_the_last_record(pool: 
     clock.close()
     assert pool.metrics.batch.summary().n == 1
     assert pool.metrics.batch.summary().censored == 0
+
+
+async def test_a_sandbox_is_given_back_whoever_is_cancelled_meanwhile(pool: DoublePool) -> None:
+    episode = Episode(pool, task("t"))
+    sandbox = await episode.begin()
+    release, begun, go_on = sandbox.release, asyncio.Event(), asyncio.Event()
+
+    async def slow(*, discard: bool = False) -> None:
+        begun.set()
+        await go_on.wait()
+        await release(discard=discard)
+
+    sandbox.release = slow
+    ending = asyncio.create_task(episode.complete())
+    await begun.wait()
+    ending.cancel()
+    await asyncio.sleep(0)
+    ending.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert sandbox.discarded is False
+    assert one(pool).status == "completed"
+
+
+async def test_a_rollout_that_the_closing_ledger_has_ended_gives_its_sandbox_back(pool: DoublePool) -> None:
+    episode = Episode(pool, task("t"))
+    sandbox = await episode.begin()
+    pool.ledger._open[episode._entry.id].cancel("the pool was closed before the rollout ended")
+    assert await episode.cancel("closed") is None
+    assert sandbox.discarded is not None
