@@ -276,3 +276,19 @@ def test_no_descriptor_leaks(hub: Hub) -> None:
         keeper.reset()
     assert len(os.listdir(f"/proc/{pids[0]}/fd")) == len(mine)
     assert sorted(os.listdir(f"/proc/{hub.process.pid}/fd")) == before
+
+
+def test_control_comes_after_what_was_printed(keeper: Keeper) -> None:
+    ch = keeper.spawn("sh", "-c", "while read x <&8; do seq 1 20000; seq 1 5000 >&2; echo $x >&9; done", control=1)
+    out, err = b"".join(b"%d\n" % i for i in range(1, 20_001)), b"".join(b"%d\n" % i for i in range(1, 5_001))
+    for i in range(20):
+        keeper.send(Type.DATA, ch, b"%d\n" % i, 3)
+        got = {1: b"", 2: b"", 4: b""}
+        while not got[4]:
+            kind, _, stream, payload = keeper.next(ch)
+            if kind == Type.DATA:
+                got[stream] += payload
+                keeper.send(Type.CREDIT, ch, struct.pack("<I", len(payload)), stream)
+        assert got == {1: out, 2: err, 4: b"%d\n" % i}
+    keeper.send(Type.CANCEL, ch)
+    keeper.finish(ch)

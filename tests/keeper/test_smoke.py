@@ -120,3 +120,30 @@ def test_latencies(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
         print(f"  reset, small dirt: median {dirt[50]:.2f} ms")
     clock("keeper /bin/true", 200, lambda: keeper.run("/bin/true"))
     clock("subprocess /bin/true", 200, lambda: subprocess.run(["/bin/true"], capture_output=True))
+
+
+def test_more_about_files(keeper: Keeper) -> None:
+    keeper.write("/tmp/d", b"", flags=8 | 2, file_mode=0o700)
+    keeper.write("/tmp/d", b"", flags=8)
+    assert keeper.sh("stat -c %a /tmp/d").stdout == b"700\n"
+    keeper.write("/tmp/d/l", b"/etc/passwd", flags=16)
+    keeper.write("/tmp/d/l", b"/etc/group", flags=16)
+    assert keeper.read("/tmp/d/l", flags=1) == b"/etc/group"
+    keeper.write("/tmp/d/s", b"middle", offset=5 << 20, size=1 << 30)
+    fields, data = keeper.call(Op.READ, (Tag.PATH, "/tmp/d/s"), (Tag.FLAGS, 2))
+    assert fields[Tag.OFFSET] == 5 << 20 and data.startswith(b"middle") and len(data) <= 4096 and fields[Tag.SIZE] == 1 << 30
+    fields, data = keeper.call(Op.READ, (Tag.PATH, "/tmp/d/s"), (Tag.FLAGS, 2), (Tag.OFFSET, 6 << 20))
+    assert fields[Tag.OFFSET] == 1 << 30 and data == b""
+    with pytest.raises(KeeperError, match="Directory not empty"):
+        keeper.call(Op.REMOVE, (Tag.PATH, "/tmp/d"))
+    keeper.sh("mkdir -p /tmp/d/1/2/3; echo x > /tmp/d/1/2/3/f; ln -s /usr /tmp/d/1/usr")
+    keeper.call(Op.REMOVE, (Tag.PATH, "/tmp/d"), (Tag.FLAGS, 1))
+    assert keeper.sh("ls /tmp; ls -d /usr").stdout == b"/usr\n"
+    keeper.sh("mkfifo /tmp/fifo")
+    with pytest.raises(KeeperError) as caught:
+        keeper.read("/tmp/fifo")
+    assert caught.value.errno == errno.EINVAL
+    keeper.sh("head -c 3 /dev/zero > /tmp/f; chmod 604 /tmp/f")
+    keeper.write("/tmp/f", b"abcdef")
+    keeper.write("/tmp/f", b"X", offset=1)
+    assert keeper.read("/tmp/f") == b"aXcdef" and keeper.sh("stat -c %a /tmp/f").stdout == b"604\n"

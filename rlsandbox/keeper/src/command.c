@@ -246,7 +246,7 @@ static bool request(struct chan *c)
         else
             job_start(c);
         return true;
-    case OP_READ: case OP_WRITE: case OP_LIST: case OP_STAT:
+    case OP_READ: case OP_WRITE: case OP_LIST: case OP_STAT: case OP_REMOVE:
         job_start(c);
         return true;
     case OP_KILL_ALL: {

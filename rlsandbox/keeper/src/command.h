@@ -17,6 +17,9 @@ struct sout {
     uint64_t left;      /* once the command has ended: bytes of its own still in the pipe; else UINT64_MAX */
     uint8_t *ring;      /* the last `ring_max` bytes after the head */
     size_t ring_cap, ring_max, ring_at, ring_len;
+    /* control out only: so much of it was in the pipe when stdout and stderr had `before` bytes read or in their pipes */
+    uint64_t may, before[2];
+    bool held;
     struct sout *next_ready, *next_draining;
 };
 

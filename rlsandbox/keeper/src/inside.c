@@ -1,6 +1,5 @@
 /* What a child of the episode's init does: start a program, or one file operation. It runs in the episode, with the
  * episode's rights, on the episode's paths; whatever happens here happens to the episode. */
-#include <dirent.h>
 #include <fcntl.h>
 #include <grp.h>
 #include <limits.h>
@@ -13,20 +12,10 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-#include "sandbox.h"
+#include "inside.h"
 #include "sys.h"
 
-struct inside {
-    int result;
-    const uint8_t *p; /* TLV */
-    size_t n;
-    uid_t uid;
-    gid_t gid;
-    char home[256], shell[256], name[64];
-    bool has_user;
-};
-
-static _Noreturn void give_up(struct inside *in, struct err *e)
+_Noreturn void give_up(struct inside *in, struct err *e)
 {
     struct buf b = {0};
     char kind = 'F';
@@ -39,7 +28,7 @@ static _Noreturn void give_up(struct inside *in, struct err *e)
     _exit(127);
 }
 
-static _Noreturn void done(struct inside *in, struct buf *reply)
+_Noreturn void done(struct inside *in, struct buf *reply)
 {
     char kind = 'R';
     struct buf b = {0};
@@ -357,174 +346,6 @@ static _Noreturn void run_program(struct inside *in, uint8_t *body)
     give_up(in, &e);
 }
 
-/* ---- files ---- */
-
-static void entry_put(struct buf *b, const struct stat *st, const char *name, uint32_t n)
-{
-    uint8_t h[37];
-    uint64_t mtime = (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec, size = (uint64_t)st->st_size;
-    h[0] = S_ISREG(st->st_mode) ? 'f' : S_ISDIR(st->st_mode) ? 'd' : S_ISLNK(st->st_mode) ? 'l' : 'o';
-    set_u32(h + 1, st->st_mode & 07777);
-    set_u32(h + 5, st->st_uid);
-    set_u32(h + 9, st->st_gid);
-    set_u32(h + 13, (uint32_t)size);
-    set_u32(h + 17, (uint32_t)(size >> 32));
-    set_u32(h + 21, (uint32_t)mtime);
-    set_u32(h + 25, (uint32_t)(mtime >> 32));
-    set_u32(h + 29, n);
-    buf_add(b, h, 33);
-    buf_add(b, name, n);
-}
-
-static void list_dir(struct inside *in, const char *path, int out, struct err *e)
-{
-    struct buf b = {0}, reply = {0};
-    uint64_t count = 0;
-    DIR *d = opendir(path);
-    if (!d) {
-        fail(e, errno, "open directory %.200s", path);
-        give_up(in, e);
-    }
-    struct dirent *x;
-    while (errno = 0, (x = readdir(d))) {
-        struct stat st;
-        if (!strcmp(x->d_name, ".") || !strcmp(x->d_name, ".."))
-            continue;
-        if (fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0)
-            continue; /* gone meanwhile */
-        entry_put(&b, &st, x->d_name, (uint32_t)strlen(x->d_name));
-        count++;
-        if (b.len > 16384) {
-            if (write_all(out, b.p, b.len) < 0)
-                _exit(1);
-            b.len = 0;
-        }
-    }
-    if (errno) {
-        fail(e, errno, "read directory %.200s", path);
-        give_up(in, e);
-    }
-    if (write_all(out, b.p, b.len) < 0)
-        _exit(1);
-    put_u64(&reply, TAG_COUNT, count);
-    done(in, &reply);
-}
-
-static void stat_path(struct inside *in, const char *path, int out, struct err *e)
-{
-    struct buf b = {0}, reply = {0};
-    struct stat st;
-    if (lstat(path, &st) < 0) {
-        fail(e, errno, "look at %.200s", path);
-        give_up(in, e);
-    }
-    const char *name = strrchr(path, '/');
-    name = name ? name + 1 : path;
-    entry_put(&b, &st, name, (uint32_t)strlen(name));
-    if (write_all(out, b.p, b.len) < 0)
-        _exit(1);
-    done(in, &reply);
-}
-
-static void read_path(struct inside *in, const char *path, int out, struct err *e)
-{
-    static uint8_t room[64 << 10];
-    struct stat st;
-    struct buf reply = {0};
-    uint64_t at = tlv_get(in->p, in->n, TAG_OFFSET, 0), left = tlv_get(in->p, in->n, TAG_LENGTH, UINT64_MAX);
-    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &st) < 0) {
-        fail(e, errno, "open %.200s", path);
-        give_up(in, e);
-    }
-    if (!S_ISREG(st.st_mode)) {
-        fail(e, S_ISDIR(st.st_mode) ? EISDIR : EINVAL, "read %.200s: not a regular file", path);
-        give_up(in, e);
-    }
-    if (at > INT64_MAX || (at && lseek(fd, (off_t)at, SEEK_SET) < 0)) {
-        fail(e, at > INT64_MAX ? EINVAL : errno, "seek in %.200s", path);
-        give_up(in, e);
-    }
-    while (left) {
-        ssize_t r = read(fd, room, left < sizeof room ? (size_t)left : sizeof room);
-        if (r < 0 && errno == EINTR)
-            continue;
-        if (r < 0) {
-            fail(e, errno, "read %.200s", path);
-            give_up(in, e);
-        }
-        if (!r)
-            break;
-        if (write_all(out, room, (size_t)r) < 0)
-            _exit(1);
-        left -= (uint64_t)r;
-    }
-    put_u64(&reply, TAG_SIZE, (uint64_t)st.st_size);
-    put_u32(&reply, TAG_FILE_MODE, st.st_mode & 07777);
-    done(in, &reply);
-}
-
-static void make_parents(char *path)
-{
-    for (char *s = path + 1; *s; s++)
-        if (*s == '/') {
-            *s = 0;
-            mkdir(path, 0755); /* what is wrong with it shows when the file is opened */
-            *s = '/';
-        }
-}
-
-static void write_path(struct inside *in, char *path, int from, struct err *e)
-{
-    static uint8_t room[64 << 10];
-    struct buf reply = {0};
-    struct tlv t;
-    uint64_t size = 0;
-    uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
-    bool has_mode = tlv_find(in->p, in->n, TAG_FILE_MODE, &t);
-    mode_t mode = has_mode ? (mode_t)tlv_uint(&t, 0644) & 07777 : 0644;
-    if (flags & W_PARENTS)
-        make_parents(path);
-    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (flags & W_APPEND ? O_APPEND : 0) | (flags & W_EXCLUSIVE ? O_EXCL : 0), 0644);
-    struct stat st;
-    if (fd < 0 || fstat(fd, &st) < 0) {
-        fail(e, errno, "open %.200s for writing", path);
-        give_up(in, e);
-    }
-    if (!S_ISREG(st.st_mode)) {
-        fail(e, EINVAL, "write %.200s: not a regular file", path);
-        give_up(in, e);
-    }
-    if (!(flags & W_APPEND) && st.st_size && ftruncate(fd, 0) < 0) {
-        fail(e, errno, "empty %.200s", path);
-        give_up(in, e);
-    }
-    for (;;) {
-        ssize_t r = read(from, room, sizeof room);
-        if (r < 0 && errno == EINTR)
-            continue;
-        if (r < 0)
-            _exit(1);
-        if (!r)
-            break;
-        if (write_all(fd, room, (size_t)r) < 0) {
-            fail(e, errno, "write %.200s", path);
-            give_up(in, e);
-        }
-        size += (uint64_t)r;
-    }
-    if (has_mode && fchmod(fd, mode) < 0) {
-        fail(e, errno, "set the mode of %.200s", path);
-        give_up(in, e);
-    }
-    if (close(fd) < 0) {
-        fail(e, errno, "write %.200s", path);
-        give_up(in, e);
-    }
-    put_u64(&reply, TAG_SIZE, size);
-    done(in, &reply);
-}
-
 /* ---- the way in ---- */
 
 /* Puts the descriptors that came (in emsg order) on their numbers; `result` ends on a close-on-exec one above. */
@@ -609,11 +430,6 @@ _Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const i
     }
     if (chdir("/") < 0)
         _exit(1);
-    switch (m->op) {
-    case OP_READ: read_path(&in, path, 1, &e); break;
-    case OP_WRITE: write_path(&in, path, 0, &e); break;
-    case OP_LIST: list_dir(&in, path, 1, &e); break;
-    case OP_STAT: stat_path(&in, path, 1, &e); break;
-    }
-    _exit(1);
+    umask(022);
+    file_op(&in, m->op, path, &e);
 }

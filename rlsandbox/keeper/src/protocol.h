@@ -23,7 +23,7 @@ enum rls_flag { F_MORE = 1, F_TAIL = 2 };
 enum rls_stream { S_STDIN = 0, S_STDOUT = 1, S_STDERR = 2, S_CONTROL_IN = 3, S_CONTROL_OUT = 4 };
 
 enum rls_op {
-    OP_SPAWN = 1, OP_READ = 2, OP_WRITE = 3, OP_LIST = 4, OP_STAT = 5,
+    OP_SPAWN = 1, OP_READ = 2, OP_WRITE = 3, OP_LIST = 4, OP_STAT = 5, OP_REMOVE = 6,
     OP_RESET = 10, OP_INSPECT = 11, OP_CHANGES = 12, OP_SEAL = 13, OP_DROP_LAYER = 14, OP_PAUSE = 15, OP_RESUME = 16,
     OP_OUTSIDE_READ = 17, OP_OUTSIDE_REMOVE = 18, OP_KILL_ALL = 19, OP_EXPORT = 20, OP_IMPORT = 21,
     OP_HUB_CREATE = 40, OP_HUB_DISPOSE = 41, OP_HUB_LIST = 42, OP_HUB_PROBE = 43, OP_HUB_GIVE_LAYER = 44,
@@ -46,6 +46,10 @@ enum rls_tag {
 enum rls_exit_flag { X_TIMED_OUT = 1, X_OOM = 2, X_CANCELLED = 4 };
 
 /* FLAGS of requests */
-enum rls_write_flag { W_APPEND = 1, W_PARENTS = 2, W_EXCLUSIVE = 4 };
+enum rls_read_flag { R_LINK = 1, R_SPARSE = 2 };
+enum rls_write_flag { W_APPEND = 1, W_PARENTS = 2, W_EXCLUSIVE = 4, W_DIRECTORY = 8, W_LINK = 16 };
+enum rls_remove_flag { D_TREE = 1 };
+enum rls_outside_flag { O_BASELINE = 1 };
+enum rls_seal_flag { SEAL_KILL = 1 };
 
 #endif

@@ -79,11 +79,44 @@ static void ring_put(struct sout *s, const uint8_t *p, size_t n)
     }
 }
 
+static uint64_t in_pipe(const struct sout *s)
+{
+    int n = 0;
+    return s && s->src.fd >= 0 && ioctl(s->src.fd, FIONREAD, &n) == 0 && n > 0 ? (uint64_t)n : 0;
+}
+
+/* What a command says on its control pipe comes after all that it had printed before. False: not yet. */
+static bool control_may_go(struct keeper *k, struct sout *s)
+{
+    struct sout **o = s->ch->out;
+    if (!s->may) {
+        s->may = in_pipe(s);
+        for (int i = 0; i < 2; i++)
+            s->before[i] = o[i] ? o[i]->total + in_pipe(o[i]) : 0;
+    }
+    s->held = false;
+    for (int i = 0; i < 2; i++)
+        if (o[i] && !o[i]->eof && o[i]->total < s->before[i]) {
+            s->held = true;
+            if (o[i]->head_left)
+                ready(k, o[i]);
+        }
+    return !s->held;
+}
+
+static void let_control_go(struct keeper *k, struct sout *s)
+{
+    struct sout *c = s->ch ? s->ch->out[2] : NULL;
+    if (c && c != s && c->held)
+        ready(k, c);
+}
+
 static void pipe_ended(struct keeper *k, struct sout *s)
 {
     s->eof = true;
     loop_drop(&k->loop, &s->src);
     ready(k, s);
+    let_control_go(k, s);
 }
 
 /* Head sent: the rest only passes through the ring, whatever the client's pace. */
@@ -111,6 +144,7 @@ static void tail_read(struct keeper *k, struct sout *s)
             s->left -= (uint64_t)r;
         ring_put(s, room, (size_t)r);
     }
+    let_control_go(k, s);
 }
 
 static void discard(struct keeper *k, struct sout *s)
@@ -174,10 +208,9 @@ void sout_watch(struct keeper *k, struct sout *s)
 
 void sout_finish(struct keeper *k, struct sout *s)
 {
-    int n = 0;
     if (s->eof)
         return;
-    s->left = ioctl(s->src.fd, FIONREAD, &n) == 0 && n > 0 ? (uint64_t)n : 0;
+    s->left = in_pipe(s);
     while (s->head_left == 0 && s->left && !s->eof) {
         uint64_t before = s->left;
         tail_read(k, s);
@@ -269,6 +302,12 @@ bool chan_pump(struct keeper *k)
             ready(k, s);
             return true;
         }
+        if (s->stream == S_CONTROL_OUT) {
+            if (!control_may_go(k, s))
+                continue; /* let_control_go makes it ready again */
+            if (s->may && n > s->may)
+                n = (size_t)s->may;
+        }
         if (n > s->head_left)
             n = (size_t)s->head_left;
         if (n > s->left)
@@ -292,6 +331,8 @@ bool chan_pump(struct keeper *k)
             continue;
         }
         s->total += (uint64_t)r;
+        s->may -= s->may < (uint64_t)r ? s->may : (uint64_t)r;
+        let_control_go(k, s);
         s->credit -= (uint32_t)r;
         if (s->head_left != UINT64_MAX)
             s->head_left -= (uint64_t)r;
