@@ -84,8 +84,10 @@ class Metrics:
         self.gauges = gauges
         self.idle = IdleMeter()
         self._series = {name: Series(name, help=text) for name, text in _SERIES.items()}
-        for part in (*PARTS, "idle"):
-            self._series[f"ttfc_{part}"] = Series(f"ttfc_{part}", help=f"The part {part} of claims.")
+        self._parts = [
+            Series(f"ttfc_{part}", help=f"The part {part} of claims.") for part in (*PARTS, "idle")
+        ]
+        self._series.update((series.name, series) for series in self._parts)
         for name in _SERIES:
             setattr(self, name, self._series[name])
         self._lock = threading.Lock()
@@ -104,11 +106,16 @@ class Metrics:
     def record_ttfc(self, sample: TtfcSample) -> None:
         """What one claim waited for; a claim that never started is censored, and counted as such."""
         self.ttfc.add(sample.ttfc_s, censored=sample.never_started)
-        for part, seconds in (*sample.parts().items(), ("idle", sample.idle_s)):
-            if not (sample.never_started and part == "started"):
-                self._series[f"ttfc_{part}"].add(seconds)
+        queued, provisioned, reset, connected, started, idle = self._parts
+        queued.add(sample.queued_s)
+        provisioned.add(sample.provisioned_s)
+        reset.add(sample.reset_s)
+        connected.add(sample.connected_s)
+        idle.add(sample.idle_s)
         if sample.never_started:
             self.count("never_started")
+        else:
+            started.add(sample.started_s)
 
     def counters(self) -> dict[str, int]:
         with self._lock:

@@ -92,17 +92,21 @@ class Samples:
         n = len(self.values)
         if not n:
             return Summary(0, unit=self.unit)
-        # A censored sample sorts after an exact one of the same value: it can only be larger.
-        ranked = sorted(zip(self.values, self.bounds, strict=True))
-        first_bound = next((i for i, (_, bound) in enumerate(ranked) if bound), n)
+        ranked, first_bound = sorted(self.values), n
+        if 1 in self.bounds:
+            # A censored sample sorts after an exact one of the same value: it can only be larger.
+            least = min(value for value, bound in zip(self.values, self.bounds, strict=True) if bound)
+            first_bound = sum(
+                not bound and value <= least for value, bound in zip(self.values, self.bounds, strict=True)
+            )
         found: dict[str, float] = {
-            "mean": min(max(math.fsum(self.values) / n, ranked[0][0]), ranked[-1][0]),
-            "max": ranked[-1][0],
+            "mean": min(max(math.fsum(self.values) / n, ranked[0]), ranked[-1]),
+            "max": ranked[-1],
         }
         lower = {"mean", "max"} if first_bound < n else set()
         for name, percent in (("p50", 50), ("p95", 95), ("p99", 99)):
             index = nearest_rank(n, percent) - 1
-            found[name] = ranked[index][0]
+            found[name] = ranked[index]
             if index >= first_bound:
                 lower.add(name)
         return Summary(n, **found, censored=sum(self.bounds), lower_bounds=frozenset(lower), unit=self.unit)
