@@ -93,7 +93,7 @@ class SandboxBase:
             self.node = node
         facts = {**client.welcome.facts, **self._facts}
         means = {k[6:]: v for k, v in facts.items() if k.startswith("limit.")}
-        self._ids = facts.get("ids", "")
+        self.one_uid = facts.get("ids") == "one"
         self._user = facts.get("user") or None
         self.limits = SandboxLimits(
             attempt=self.task.limits,
@@ -221,7 +221,7 @@ class SandboxBase:
         who = user if user is not None else self.spec.user if self.spec.user is not None else self._user
         if who is None:
             return None
-        if self._ids == "one" and who not in ("root", "0", "0:0"):
+        if self.one_uid and who not in ("root", "0", "0:0"):
             raise UnsupportedError(
                 f"user={who!r}: this machine gives the sandbox one uid only",
                 phase="command",

@@ -22,9 +22,9 @@ _NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EI
 
 
 class Changes(list[FileInfo]):
-    """The changed paths an answer held; ``count``: how many there are in truth."""
+    """The changed paths an answer held; ``total``: how many there are in truth."""
 
-    count: int
+    total: int
 
 
 class KeeperClient(Connection):
@@ -45,7 +45,7 @@ class KeeperClient(Connection):
         """What differs under *path* from the layers below; deletions have kind ``deleted``."""
         data, reply = await self.collect(Op.CHANGES, path=path, limit=limit)
         found = Changes(file_info(e) for e in decode_entries([bytes(data)]))
-        found.count = reply.int(Tag.COUNT, len(found))
+        found.total = reply.int(Tag.COUNT, len(found))
         return found
 
     async def seal(self, layer: str, *, kill: bool = False) -> int:

@@ -225,12 +225,11 @@ class Commands(Fixtures):
         assert seen.digest() == hashlib.sha256(data).digest()
 
     def test_user(self, sandbox: Sandbox) -> None:
-        try:
-            r = sandbox.run("id -u; echo $HOME", user=self.other_user)
-        except errors.UnsupportedError as error:
-            assert "uid" in str(error)
+        if inner(sandbox).one_uid:
+            with pytest.raises(errors.UnsupportedError, match="one uid"):
+                sandbox.run("true", user=self.other_user)
             return
-        uid = r.stdout.split()[0]
+        uid = sandbox.run("id -u; echo $HOME", user=self.other_user).stdout.split()[0]
         assert uid not in ("", "0")
         assert sandbox.run("id -u", user=uid).stdout.strip() == uid
         with pytest.raises(errors.CommandStartError, match="could not be started"):
@@ -334,8 +333,8 @@ class Commands(Fixtures):
         assert lines[4] == "no f"
 
     def test_printing_to_every_descriptor(self, sandbox: Sandbox) -> None:
-        script = "i=0; while [ $i -lt 256 ]; do printf junk >/proc/self/fd/$i; i=$((i+1)); done 2>/dev/null; exit 5"
-        r = sandbox.run(script)
+        loop = "i=0; while [ $i -lt 256 ]; do printf junk >/proc/self/fd/$i; i=$((i+1)); done 2>/dev/null"
+        r = sandbox.run(f"{loop}; exit 5")
         assert r.exit_code == 5
         assert set(r.stdout + r.stderr) <= set("junk")
         script = 'for i in 0 3 4 5 6 7 8 9; do eval "printf junk >&$i"; done 2>/dev/null; echo end; exit 6'
@@ -407,7 +406,7 @@ class Commands(Fixtures):
         assert p.exit_code == 137
 
     def test_popen_signals(self, sandbox: Sandbox) -> None:
-        with sandbox.popen(f"trap 'echo caught; exit 9' TERM; echo up; while :; do sleep 0.05; done") as p:
+        with sandbox.popen("trap 'echo caught; exit 9' TERM; echo up; while :; do sleep 0.05; done") as p:
             chunks = iter(p)
             assert next(chunks)[1] == b"up\n"
             p.kill(15)

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Fixtures:
-    """Fixtures of the suite. A subclass gives ``backend`` and may set ``skip``, ``spec`` and ``other_user``."""
+    """Fixtures of the suite. A subclass gives ``backend`` and may set ``skip``, ``spec``, ``other_user``."""
 
     skip: ClassVar[dict[str, str]] = {}
     """Test name (without ``test_``), or the beginning of several, to the reason."""

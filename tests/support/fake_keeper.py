@@ -85,7 +85,7 @@ class FakeKeeper:
         await self._called("changes")
         every = sorted(self.files.values(), key=lambda f: f.name)
         found = Changes(every[:limit])
-        found.count = len(every) + self.hidden
+        found.total = len(every) + self.hidden
         return found
 
     async def outside_read(
