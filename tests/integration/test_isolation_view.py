@@ -72,7 +72,7 @@ def canaries() -> Iterator[str]:
 @pytest.mark.parametrize("mode", MODES)
 def test_canaries_can_be_found_on_the_machine_itself(mode: str, canaries: str) -> None:
     found = on_host(["python3", "-c", WALK, "/tmp", canaries])
-    assert found.out.strip() == f"/tmp/{canaries}"
+    assert f"/tmp/{canaries}" in found.out.split()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -151,7 +151,13 @@ async def test_ways_out_of_the_root_lead_back_into_it(mode: str) -> None:
         for way in ways:
             assert (await where.sh(f"cat {way}")).out == "here\n", way
         own = (await where.sh("ls /")).out
-        for way in ("/proc/1/root", "/proc/1/cwd", "/proc/1/task/1/root", "/proc/1/fd/*", "/proc/1/map_files/*"):
+        for way in (
+            "/proc/1/root",
+            "/proc/1/cwd",
+            "/proc/1/task/1/root",
+            "/proc/1/fd/*",
+            "/proc/1/map_files/*",
+        ):
             ran = await where.sh(f"for p in {way}; do ls $p/ || cat $p; done 2>/dev/null")
             assert ran.out in ("", own), f"{way}: {ran.out}"
         ran = await where.sh("cd /; for i in 1 2 3 4 5 6 7 8; do cd ..; done; ls")
@@ -167,7 +173,9 @@ async def test_nothing_written_inside_appears_outside(mode: str, tmp_path: Path)
         }
         script = f"for d in / /usr /usr/bin /etc /tmp /var/tmp /root /home /opt /srv /dev /dev/shm /proc /sys /run; do echo x > $d/{word}; done"
         await where.sh(script + " 2>/dev/null")
-        planted = await where.sh(f"ls /usr/bin/{word} /etc/{word} /tmp/{word} /dev/shm/{word}")
+        # an ordinary user's sandbox shows the machine's /usr as nobody's: its root may not write there
+        reach = ("/usr/bin", "/etc", "/tmp", "/dev/shm") if AS_ROOT else ("/etc", "/tmp", "/dev/shm")
+        planted = await where.sh("ls " + " ".join(f"{directory}/{word}" for directory in reach))
         assert planted.code == 0, "the attempt must write something, or it shows nothing"
         await where.sh("chmod 0777 /usr/bin; rm -rf /usr/bin/env /etc/passwd; chmod 666 /dev/null")
         for directory in ("/", "/usr", "/usr/bin", "/etc", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/run"):
