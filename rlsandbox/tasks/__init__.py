@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
@@ -63,11 +64,29 @@ def solution_of(task: Task, *, broken: bool = False) -> Solution | None:
             f"task {task.id!r} was not loaded from a source that knows solutions",
             hint="load_tasks() remembers where a task came from",
         )
-    source, _, _ = origin.rpartition("#")
-    for loaded in _read(source):
-        if loaded.task.id == task.id:
-            return loaded.broken() if broken else loaded.solution()
-    raise ConfigError(f"task {task.id!r} is no longer in {source}")
+    source, _, place = origin.rpartition("#")
+    if place.endswith(".toml") and source not in DATASETS:
+        source = os.path.join(source, place)  # one file of a directory of many
+    loaded = _known(source, _state(source)).get(task.id)
+    if loaded is None:
+        raise ConfigError(f"task {task.id!r} is no longer in {source}")
+    return loaded.broken() if broken else loaded.solution()
+
+
+@lru_cache(maxsize=8)
+def _known(source: str, state: object) -> dict[str, Loaded]:
+    """A source by task id; read again when its *state* has changed."""
+    return {loaded.task.id: loaded for loaded in _read(source)}
+
+
+def _state(source: str) -> object:
+    if source in DATASETS:
+        return None
+    try:
+        stat = os.stat(source)
+    except OSError:
+        return None  # reading it says what is wrong
+    return stat.st_mtime_ns, stat.st_size
 
 
 def _read(source: str | os.PathLike[str]) -> Iterator[Loaded]:

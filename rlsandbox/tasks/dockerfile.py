@@ -1,7 +1,7 @@
 """The simple half of a Dockerfile: what a Task can carry by itself, so that no image has to be built.
 
-Taken: ``FROM`` (one), ``WORKDIR``, ``ENV``, ``RUN`` (becomes the task's setup), ``COPY`` of files of the build
-context. Passed over: ``LABEL``, ``EXPOSE``, ``CMD``, ``ENTRYPOINT``, ``STOPSIGNAL``, ``MAINTAINER``, ``HEALTHCHECK``.
+Taken: ``FROM`` (one), ``WORKDIR``, ``ENV``, ``RUN`` (becomes the task's setup) and ``COPY`` of files of the
+build context. Passed over: what only says how a container is started or labelled (``CMD``, ``LABEL`` ...).
 Everything else, and every option of these, is an error that names the line: half of a recipe would be
 another task.
 """
@@ -97,7 +97,7 @@ def _instructions(path: Path) -> Iterator[tuple[int, str, str]]:
             continue
         start = start if text else number
         if line.rstrip().endswith("\\"):
-            text += line.rstrip()[:-1] + "\n" if text else line.strip()[:-1] + "\n"
+            text += line.rstrip()[:-1]
             continue
         text = (text + line).strip()
         if text:
