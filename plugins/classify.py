@@ -16,29 +16,30 @@ import asyncio
 import errno
 from collections.abc import Iterator
 
-import rlsandbox as rls
 from rlsandbox.errors import LimitReachedError, SandboxError
+from rlsandbox.hooks import hookimpl
+from rlsandbox.results import Failure
 
 _EXHAUSTED = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EDQUOT, errno.EAGAIN})
 _THEIRS = ("policy", "grade", "command")
 
 
-@rls.hookimpl(trylast=True)
-def rlsandbox_classify_failure(error: BaseException, phase: str) -> rls.Failure:
+@hookimpl(trylast=True)
+def rlsandbox_classify_failure(error: BaseException, phase: str) -> Failure:
     root = next((e for e in _history(error) if isinstance(e, SandboxError) and e.infrastructure), None)
     if root is not None:
         cause = str(root) if root is error else f"{root} (reported as {type(error).__name__}: {_said(error)})"
-        return rls.Failure(root.kind, root.phase, cause, root.retryable, infrastructure=True)
+        return Failure(root.kind, root.phase, cause, root.retryable, infrastructure=True)
     if isinstance(error, SandboxError):
         kind = f"limit_{error.limit}" if isinstance(error, LimitReachedError) else error.kind
-        return rls.Failure(kind, error.phase, str(error), error.retryable, infrastructure=False)
+        return Failure(kind, error.phase, str(error), error.retryable, infrastructure=False)
     cause = f"{type(error).__name__}: {_said(error)}" if _said(error) else type(error).__name__
     if phase not in _THEIRS:
         exhausted = isinstance(error, MemoryError) or getattr(error, "errno", None) in _EXHAUSTED
         kind = "machine_exhausted" if exhausted else "internal"
-        return rls.Failure(kind, phase, cause, retryable=exhausted, infrastructure=True)
+        return Failure(kind, phase, cause, retryable=exhausted, infrastructure=True)
     kind = next((kind for cls, kind in _KINDS if isinstance(error, cls)), f"{phase}_error")
-    return rls.Failure(kind, phase, cause, retryable=False, infrastructure=False)
+    return Failure(kind, phase, cause, retryable=False, infrastructure=False)
 
 
 _KINDS: tuple[tuple[type[BaseException], str], ...] = (

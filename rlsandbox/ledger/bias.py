@@ -284,7 +284,7 @@ def _uneven(sizes: list[int], missing: list[int], seed: int) -> float | None:
 def _shifted(
     values: list[float], sizes: list[int], missing: list[int], seed: int
 ) -> tuple[float | None, float | None]:
-    """How often chance shifts the mean value of the missing at least as far, and by how much it is shifted."""
+    """How often chance shifts the mean value of the missing at least as far, and how far it is shifted."""
     import numpy as np
 
     n, gone = sum(sizes), sum(missing)

@@ -39,10 +39,9 @@ class Redactor:
         self._numbers = itertools.count(1)
         self._live: dict[int, dict[str, str]] = {}
         self._retired: OrderedDict[int, dict[str, str]] = OrderedDict()
-        # One immutable view, replaced as a whole, so that readers need no lock.
-        self._forms: list[tuple[str, str]] = []
+        self._index: dict[str, dict[str, list[str]]] = {}
+        """Forms by their first characters, each with the masks of those who registered it."""
         self._filtered = -1
-        self._starts: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         return f"Redactor({len(self._live)} live, {len(self._retired)} retired)"
@@ -63,7 +62,8 @@ class Redactor:
         with self._lock:
             token = next(self._numbers)
             self._live[token] = forms
-            self._rebuild()
+            for form, mask in forms.items():
+                self._index.setdefault(form[:SHORTEST], {}).setdefault(form, []).append(mask)
         filter_logs(self)
         return token
 
@@ -74,33 +74,27 @@ class Redactor:
             if forms is None:
                 return
             self._retired[token] = forms
-            if len(self._retired) > REMEMBERED:
-                while len(self._retired) > REMEMBERED:
-                    self._retired.popitem(last=False)
-                self._rebuild()
+            while len(self._retired) > REMEMBERED:
+                self._forget(self._retired.popitem(last=False)[1])
 
     def text(self, text: str) -> str:
         """*text* with every secret replaced."""
-        forms = self._forms
-        if not forms or len(text) < SHORTEST:
+        if not self._index or len(text) < SHORTEST:
             return text
-        if len(forms) > _SCAN_ABOVE:
-            # Cost bounded by the text's length, however many secrets there are.
-            starts = self._starts
-            found = {text[i : i + SHORTEST] for i in range(len(text) - SHORTEST + 1)} & starts
-            if not found:
-                return text
-            forms = [form for form in forms if form[0][:SHORTEST] in found]
-        for secret, mask in forms:
-            if secret in text:
-                text = text.replace(secret, mask)
-        return text
+        with self._lock:
+            index = self._index
+            if len(index) <= _SCAN_ABOVE:
+                starts = [start for start in index if start in text]
+            else:
+                # Cost bounded by the text's length, however many secrets there are.
+                grams = {text[i : i + SHORTEST] for i in range(len(text) - SHORTEST + 1)}
+                starts = [gram for gram in grams if gram in index]
+            found = [(f, masks[-1]) for start in starts for f, masks in index[start].items() if f in text]
+        return _replaced(text, found) if found else text
 
     def data(self, value: Any) -> Any:
         """JSON-like data with every secret replaced: in strings, keys, and numbers that spell one."""
-        if not self._forms:
-            return value
-        return self._walk(value)
+        return self._walk(value) if self._index else value
 
     def _walk(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -115,13 +109,14 @@ class Redactor:
             return value if replaced == spelled else replaced
         return value
 
-    def _rebuild(self) -> None:
-        forms: dict[str, str] = {}
-        for group in (*self._retired.values(), *self._live.values()):
-            forms.update(group)
-        # Longest first: a secret that contains another one is replaced as a whole.
-        self._forms = sorted(forms.items(), key=lambda form: -len(form[0]))
-        self._starts = frozenset(form[:SHORTEST] for form in forms)
+    def _forget(self, forms: dict[str, str]) -> None:
+        for form, mask in forms.items():
+            known = self._index[form[:SHORTEST]]
+            known[form].remove(mask)
+            if not known[form]:
+                del known[form]
+            if not known:
+                del self._index[form[:SHORTEST]]
 
 
 class RedactingFilter(logging.Filter):
@@ -169,6 +164,29 @@ def filter_logs(redactor: Redactor) -> None:
                 logger.addFilter(RedactingFilter(redactor))
 
 
+def _replaced(text: str, found: list[tuple[str, str]]) -> str:
+    """Every stretch that one or several forms cover becomes one mask, that of the longest."""
+    spans = []
+    for form, mask in found:
+        at = text.find(form)
+        while at >= 0:
+            spans.append((at, at + len(form), mask))
+            at = text.find(form, at + 1)
+    spans.sort(key=lambda span: (span[0], -span[1]))
+    out, upto = [], 0
+    while spans:
+        begin, end, mask = spans.pop(0)
+        longest = end - begin
+        while spans and spans[0][0] < end:
+            other, other_end, other_mask = spans.pop(0)
+            if other_end - other > longest:
+                longest, mask = other_end - other, other_mask
+            end = max(end, other_end)
+        out += [text[upto:begin], mask]
+        upto = end
+    return "".join([*out, text[upto:]])
+
+
 def _named(
     group: Mapping[str, str | bytes] | Iterable[str | bytes] | str | bytes,
 ) -> Iterable[tuple[str, str | bytes]]:
@@ -188,6 +206,7 @@ def _forms_of(text: str) -> set[str]:
     for plain in whole:
         raw = _bytes(plain)
         forms |= {json.dumps(plain)[1:-1], json.dumps(plain, ensure_ascii=False)[1:-1], repr(plain)[1:-1]}
+        forms.add(json.dumps(json.dumps(plain)[1:-1])[1:-1])
         forms |= {repr(raw)[2:-1], quote(raw), quote(raw, safe=""), quote_plus(raw)}
         forms |= {base64.b64encode(raw).decode(), base64.urlsafe_b64encode(raw).decode()}
     forms |= {form.rstrip("=") for form in forms if form.endswith("=")}

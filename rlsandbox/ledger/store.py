@@ -317,6 +317,10 @@ class Store:
             if self.path.is_dir():
                 raise LedgerError("it is a directory")
             free = os.statvfs(self.path.parent)
+            if free.f_flag & os.ST_RDONLY:
+                raise LedgerError("the filesystem is read-only")
+            if not all(os.access(p, os.W_OK) for p in (self.path.parent, self.path) if p.exists()):
+                raise LedgerError("no permission to write there")
             if free.f_bavail * free.f_frsize < LEAST_FREE:
                 left = free.f_bavail * free.f_frsize >> 10
                 raise LedgerError(
