@@ -67,6 +67,5 @@ def _history(error: BaseException) -> Iterator[BaseException]:
         yield one
         if isinstance(one, BaseExceptionGroup):
             todo.extend(one.exceptions)
-        before = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
-        if before is not None:
-            todo.append(before)
+        # "from None" hides an exception from readers; it happened all the same.
+        todo += [before for before in (one.__cause__, one.__context__) if before is not None]

@@ -368,6 +368,9 @@ def _budget(sandbox: Any, task: Task) -> Any:
 
 
 def _limit_reached(error: BaseException | None) -> LimitReachedError | None:
-    while error is not None and not isinstance(error, LimitReachedError):
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return error
+    """The limit behind *error*: what a policy raises because of it, ``from None`` too, is the same end."""
+    for _ in range(100):
+        if error is None or isinstance(error, LimitReachedError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
