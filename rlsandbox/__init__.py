@@ -19,6 +19,9 @@ from .task import Grader, Task
 if TYPE_CHECKING:
     from . import backends, errors, hooks, metrics, testing
     from .env import SandboxEnv, SandboxVectorEnv
+    from .ledger.report import Report
+    from .metrics import Metrics, Series, Summary
+    from .pool import AsyncClaim, AsyncPool, Claim, Pool, PoolStats
     from .sandbox import (
         AsyncProcess,
         AsyncSandbox,
@@ -31,30 +34,44 @@ if TYPE_CHECKING:
         Session,
         Snapshot,
     )
+    from .tasks import load_tasks
 
 _LAZY = {
+    "AsyncClaim": "pool",
+    "AsyncPool": "pool",
     "AsyncProcess": "sandbox",
     "AsyncSandbox": "sandbox",
     "AsyncSandboxes": "sandbox",
     "AsyncSession": "sandbox",
     "AsyncSnapshot": "sandbox",
+    "Claim": "pool",
+    "Metrics": "metrics",
+    "Pool": "pool",
+    "PoolStats": "pool",
     "Process": "sandbox",
+    "Report": "ledger.report",
     "Sandbox": "sandbox",
     "SandboxEnv": "env",
     "SandboxVectorEnv": "env",
     "Sandboxes": "sandbox",
+    "Series": "metrics",
     "Session": "sandbox",
     "Snapshot": "sandbox",
+    "Summary": "metrics",
+    "load_tasks": "tasks",
 }
 """Public name to the module it lives in."""
 _MODULES = ("backends", "errors", "hooks", "metrics", "testing")
 
 __all__ = [
+    "AsyncClaim",
+    "AsyncPool",
     "AsyncProcess",
     "AsyncSandbox",
     "AsyncSandboxes",
     "AsyncSession",
     "AsyncSnapshot",
+    "Claim",
     "CommandResult",
     "Credentials",
     "Failure",
@@ -62,9 +79,13 @@ __all__ = [
     "Grader",
     "Inspector",
     "Limits",
+    "Metrics",
     "Outcome",
+    "Pool",
+    "PoolStats",
     "Process",
     "Record",
+    "Report",
     "Resetter",
     "Residue",
     "Rollout",
@@ -72,14 +93,17 @@ __all__ = [
     "SandboxEnv",
     "SandboxVectorEnv",
     "Sandboxes",
+    "Series",
     "Session",
     "Snapshot",
     "Spec",
+    "Summary",
     "Task",
     "backends",
     "errors",
     "hookimpl",
     "hooks",
+    "load_tasks",
     "metrics",
     "testing",
 ]

@@ -112,6 +112,13 @@ class ProvisionError(SandboxError):
     default_retryable = True
 
 
+class ThrottledError(ProvisionError):
+    """The control plane was asked too much (HTTP 429); nothing was made. ``retry_after``: seconds, if it said."""
+
+    default_kind = "throttled"
+    retry_after: float | None = None
+
+
 class ImageError(ProvisionError):
     """The image is missing, broken or hostile."""
 

@@ -53,6 +53,7 @@ class Book:
         """Members that must go and whose removal has not been asked for yet."""
         self.n: dict[State, int] = dict.fromkeys(State, 0)
         self.short = 0
+        self.queued = 0
         self.dirty: dict[str, SpecState] = {}
         self.needy: list[tuple[float, str]] = []
         self.ahead: OrderedDict[str, SpecState] = OrderedDict()
@@ -72,7 +73,7 @@ class Book:
 
     @property
     def waiting(self) -> int:
-        return sum(len(room.queue) for room in self.specs.values())
+        return self.queued
 
     def going(self) -> int:
         """Members whose place is about to be free: leaving, and not for suspiciously long."""
@@ -231,6 +232,7 @@ class Book:
     def unqueue(self, claim: PoolClaim) -> None:
         room = self.specs[claim.spec]
         if room.queue.pop(claim.id, None) is not None:
+            self.queued -= 1
             if claim.layer is not None:
                 _count(self.wanted_layers, claim.layer, -1)
             self.touch(room)

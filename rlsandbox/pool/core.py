@@ -22,7 +22,7 @@ from collections.abc import Iterable
 
 from . import matching, spending
 from .book import Book
-from .model import DropLayer, PoolClaim, PoolMember, Reset, SpecState, State
+from .model import DropLayer, PoolClaim, PoolMember, Refuse, Reset, SpecState, State
 from .refill import Backoff, Breaker, Cause
 
 
@@ -71,6 +71,7 @@ class Core(Book):
             return claim
         self.claims[claim.id] = claim
         room.queue[claim.id] = claim
+        self.queued += 1
         if layer is not None:
             self.wanted_layers[layer] = self.wanted_layers.get(layer, 0) + 1
         if deadline is not None:
@@ -394,6 +395,13 @@ class Core(Book):
     def why(self, claim: PoolClaim) -> str:
         """What the claim waits for, for people."""
         return matching.why(self, claim)
+
+    def hopeless(self) -> Refuse | None:
+        """Why nothing at all can be made; None while something may be."""
+        if self.idle or self.n[State.CREATING]:
+            return None
+        whys = [why for room in self.specs.values() if (why := self._hopeless(room)) is not None]
+        return Refuse(0, "breaker", whys[0][1], whys[0][2]) if whys else None
 
     def _hopeless(self, room: SpecState) -> tuple[str, str, Cause | None] | None:
         """Why nobody need wait for this spec; None while anything may still come of it."""

@@ -1,0 +1,60 @@
+"""Claims that are asked for before they are needed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from ..errors import ClaimTimeoutError
+
+if TYPE_CHECKING:
+    from ..sandbox import AsyncSandbox, AsyncSnapshot
+    from ..task import Task
+    from .pool import AsyncPool
+
+
+class AsyncClaim:
+    """A claim under way. Whoever drops it must :meth:`cancel` it."""
+
+    def __init__(self, pool: AsyncPool, task: Task | AsyncSnapshot) -> None:
+        self.needed: float | None = None
+        """When somebody began to wait for it: its time to first command runs from then."""
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._taken = False
+        self._task = self._loop.create_task(pool._claim(task, ahead=self))
+        self._task.add_done_callback(_seen)
+
+    def done(self) -> bool:
+        """Whether result() would answer at once."""
+        return self._task.done()
+
+    async def result(self, timeout: float | None = None) -> AsyncSandbox:
+        """The sandbox; release it.
+
+        Raises:
+            ClaimTimeoutError: not within *timeout* seconds; the claim goes on.
+        """
+        if self.needed is None:
+            self.needed = self._loop.time()
+        await asyncio.wait({self._task}, timeout=timeout)
+        if not self._task.done():
+            raise ClaimTimeoutError(f"no sandbox within {timeout:g} s of result(); the claim goes on")
+        self._taken = True
+        return self._task.result()
+
+    async def cancel(self) -> bool:
+        """Nobody needs it any more; True unless its sandbox was taken by result()."""
+        if self._taken:
+            return False
+        self._taken = True
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        if not self._task.cancelled() and self._task.exception() is None:
+            await self._task.result().release()
+        return True
+
+
+def _seen(task: asyncio.Task[AsyncSandbox]) -> None:
+    if not task.cancelled():
+        task.exception()  # result() raises it, if anybody asks

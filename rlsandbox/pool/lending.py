@@ -1,0 +1,318 @@
+"""The pool's side of a sandbox that is lent: its times, its credentials, snapshots, forks, hibernation.
+
+:class:`Lender` is the :class:`~rlsandbox.sandbox.Host` of every sandbox of a pool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, ProcessesRunningError, SandboxError, SandboxStateError
+from ..hooks import Credentials, Rollout
+from ..keeper.connection import KeeperFailure
+from ..ledger import redact
+from ..metrics import TtfcSample
+from ..spec import Spec
+from ..task import Task
+from .driver import Held
+from .model import PoolClaim, PoolMember
+from .policy import in_thread
+
+if TYPE_CHECKING:
+    from ..sandbox import AsyncSandbox, AsyncSnapshot
+    from .pool import AsyncPool
+
+log = logging.getLogger("rlsandbox.pool")
+
+CREDENTIALS_S = 15.0
+_EBUSY = 16
+_PAST_CREDENTIALS = 16
+
+
+@dataclass(eq=False)
+class Lease:
+    """One claim's sandbox, from hand-over to release."""
+
+    claim: PoolClaim
+    member: str
+    task: Task
+    spec: Spec
+    rollout: Rollout | None
+    needed: float
+    handed: float
+    parts: dict[str, float]
+    counted: bool = True
+    started: bool = False
+    credentials: Credentials | None = None
+    secret: int | None = None
+    asleep: AsyncSnapshot | None = None
+    """Where its files are while it hibernates."""
+    over: bool = False
+
+
+class Lender:
+    """What sandboxes ask of the pool."""
+
+    def __init__(self, pool: AsyncPool) -> None:
+        self._pool = pool
+        self.leases: set[Lease] = set()
+        self.snapshots: dict[str, AsyncSnapshot] = {}
+
+    # -- handing over --------------------------------------------------------------------------------
+
+    def parts(self, member: PoolMember, needed: float, now: float) -> dict[str, float]:
+        """How the time from *needed* until *now* was spent."""
+        waited = max(0.0, now - needed)
+        made = _overlap(member.made_from, member.made_at, needed, now)
+        prepared = _overlap(max(member.prepared_from, member.made_at), member.prepared_at, needed, now)
+        return {
+            "queued": max(0.0, waited - made - prepared),
+            "provisioned": made,
+            "reset": prepared,
+            "connected": 0.0,
+        }
+
+    async def hand_over(self, lease: Lease, held: Held) -> AsyncSandbox:
+        """A sandbox with credentials in it where a plugin issues some."""
+        pool = self._pool
+        if not pool.plugins.hook.rlsandbox_issue_credentials.get_hookimpls():
+            return self.sandbox(lease, held, {})
+        lease.credentials = credentials = await self._issue(lease)
+        if credentials is None:
+            return self.sandbox(lease, held, {})
+        lease.secret = redact.register(credentials.env, credentials.files)
+        held.credentials = [*held.credentials[1 - _PAST_CREDENTIALS :], credentials]
+        sandbox = self.sandbox(lease, held, credentials.env)
+        for path, data in credentials.files.items():
+            await sandbox.write_file(path, data, mode=0o600)
+        return sandbox
+
+    def sandbox(self, lease: Lease, held: Held, env: Mapping[str, str]) -> AsyncSandbox:
+        make = getattr(held.link, "sandbox", None)
+        if make is not None:  # a backend without keepers has sandboxes of its own
+            sandbox: AsyncSandbox = make(lease.task, lease.spec, self)
+        else:
+            sandbox = _AsyncSandbox()(
+                held.link.client, id=held.member.id, task=lease.task, spec=lease.spec, node=held.member.node,
+                reset_mode=held.link.mode, host=self, facts=held.member.facts,
+                base_env={**self._pool.backend.environment(lease.spec), **env},
+            )  # fmt: skip
+        sandbox.rollout = lease.rollout
+        sandbox.times = lease.parts
+        sandbox._lease = lease  # type: ignore[attr-defined]
+        held.task = lease.task
+        self.leases.add(lease)
+        return sandbox
+
+    async def _issue(self, lease: Lease) -> Credentials | None:
+        pool = self._pool
+        rollout = lease.rollout or Rollout(pool.run, lease.task, 0, "", 1)
+        try:
+            issued: Credentials | None = await in_thread(
+                lambda: pool.plugins.hook.rlsandbox_issue_credentials(rollout=rollout), CREDENTIALS_S
+            )
+        except Exception as error:
+            said = (
+                f"did not end within {CREDENTIALS_S:g} s" if isinstance(error, TimeoutError) else str(error)
+            )
+            raise SandboxError(
+                f"no credentials were issued: {said}",
+                kind="credentials",
+                phase="claim",
+                retryable=True,
+                task=lease.task.id,
+            ) from error
+        return issued
+
+    async def revoke(self, lease: Lease) -> None:
+        """Take an episode's credentials back; a failure is on record and stops nothing."""
+        credentials, lease.credentials = lease.credentials, None
+        if credentials is None:
+            return
+        pool = self._pool
+        try:
+            await in_thread(
+                lambda: pool.plugins.hook.rlsandbox_revoke_credentials(credentials=credentials), CREDENTIALS_S
+            )
+        except Exception as error:
+            said = (
+                f"no end within {CREDENTIALS_S:g} s"
+                if isinstance(error, TimeoutError)
+                else f"{type(error).__name__}: {error}"
+            )
+            cause = redact.text(f"credentials {credentials.id} could not be revoked: {said}")
+            log.error("%s", cause)
+            pool.metrics.failure("revoke")
+            rollout = lease.rollout
+            pool.ledger.note(
+                "revoke_failed", cause, credentials=credentials.id, sandbox=lease.member, task=lease.task.id,
+                rollout=rollout.id if rollout is not None else "",
+            )  # fmt: skip
+        else:
+            if lease.secret is not None:
+                redact.retire(lease.secret)
+
+    # -- Host ----------------------------------------------------------------------------------------
+
+    def command_started(self, sandbox: AsyncSandbox, waited_s: float) -> None:
+        lease = _lease_of(sandbox)
+        if lease is None or lease.started or not lease.counted:
+            return
+        lease.started = True
+        idle = max(0.0, self._pool.now() - waited_s - lease.handed)
+        parts = lease.parts
+        sample = TtfcSample(**{f"{k}_s": v for k, v in parts.items()}, started_s=waited_s, idle_s=idle)
+        parts["started"], parts["idle"] = waited_s, idle
+        sandbox.ttfc_s = sample.ttfc_s
+        self._pool.metrics.record_ttfc(sample)
+
+    async def release(self, sandbox: AsyncSandbox, *, discard: bool) -> None:
+        lease = _lease_of(sandbox)
+        if lease is None or lease.over:
+            return
+        lease.over = True
+        self.leases.discard(lease)
+        if lease.counted and not lease.started:
+            self._never_started(lease.parts)
+        try:
+            if lease.credentials is not None:
+                await self.revoke(lease)
+        finally:
+            if lease.asleep is not None:
+                self._drop(lease.asleep)
+            elif not self._pool.closed:
+                self._pool.driver.release(lease.claim, discard=discard)
+
+    async def abandon(self, lease: Lease) -> None:
+        """A hand-over that broke off: what it had got so far goes back."""
+        lease.over = True
+        self.leases.discard(lease)
+        try:
+            await self.revoke(lease)
+        finally:
+            if not self._pool.closed:
+                self._pool.driver.release(lease.claim)
+
+    def _never_started(self, parts: Mapping[str, float]) -> None:
+        known = {
+            f"{k}_s": v for k, v in parts.items() if k in ("queued", "provisioned", "reset", "connected")
+        }
+        self._pool.metrics.record_ttfc(TtfcSample(**known, never_started=True))
+
+    async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
+        from ..sandbox import AsyncSnapshot
+
+        lease = _held(sandbox)
+        pool = self._pool
+        if name is not None and name in self.snapshots:
+            raise ConfigError(
+                f"a snapshot is called {name!r} already", hint="delete() it, or choose another name"
+            )
+        layer = f"s{secrets.token_hex(8)}"
+        try:
+            size = await sandbox.client.seal(layer, kill=kill)
+        except KeeperFailure as error:
+            if error.errno != _EBUSY:
+                raise
+            raise ProcessesRunningError(
+                "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
+                task=sandbox.task.id,
+            ) from None  # fmt: skip
+        driver = pool.driver
+        member = driver.core.members.get(lease.member)
+        parent = member.layer if member is not None else None
+        driver.tell(
+            lambda now: driver.core.keep_layer(
+                layer, lease.spec.digest, size, now, member=lease.member, parent=parent
+            )
+        )
+        snapshot = AsyncSnapshot(self, id=name or layer, bytes=size, task=lease.task, spec=lease.spec)
+        snapshot.layer = layer  # type: ignore[attr-defined]
+        self.snapshots[snapshot.id] = snapshot
+        return snapshot
+
+    async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
+        pool = self._pool
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ConfigError(f"fork(n): n must be a whole number of at least 1, not {n!r}")
+        if n > pool.max_size:
+            raise ConfigError(
+                f"fork({n}) can never be met: the pool's ceiling is {pool.max_size}", hint="raise max_size"
+            )
+        claims = [asyncio.ensure_future(pool._claim(snapshot, timeout=timeout)) for _ in range(n)]
+        try:
+            await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            whole = all(c.done() and not c.cancelled() and c.exception() is None for c in claims)
+            if not whole:
+                await self._undo(claims)
+        failed = [error for c in claims if not c.cancelled() and (error := c.exception()) is not None]
+        if failed:
+            raise failed[0]
+        return [c.result() for c in claims]
+
+    async def _undo(self, claims: list[asyncio.Task[AsyncSandbox]]) -> None:
+        for claim in claims:
+            claim.cancel()
+        await asyncio.gather(*claims, return_exceptions=True)
+        for claim in claims:
+            if not claim.cancelled() and claim.exception() is None:
+                await claim.result().release()
+
+    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
+        lease = _held(sandbox)
+        return await self._pool._claim(lease.task, counted=False)
+
+    async def hibernate(self, sandbox: AsyncSandbox) -> None:
+        lease = _held(sandbox)
+        # Sealing needs processes gone, and a paused episode cannot end by itself.
+        lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
+        self._pool.driver.release(lease.claim)
+
+    async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:
+        lease = _lease_of(sandbox)
+        if lease is None or lease.over or lease.asleep is None:
+            raise SandboxStateError("the sandbox does not hibernate", sandbox=sandbox.id)
+        claim, held = await self._pool._obtain(lease.asleep.layer, lease.spec, timeout, task=lease.task)  # type: ignore[attr-defined]
+        snapshot, lease.asleep = lease.asleep, None
+        lease.claim, lease.member = claim, claim.member or ""
+        held.task = lease.task
+        sandbox.id = held.member.id
+        sandbox.attach(held.link.client, node=held.member.node)
+        self._drop(snapshot)
+
+    async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
+        self._drop(snapshot)
+
+    def _drop(self, snapshot: AsyncSnapshot) -> None:
+        if self.snapshots.get(snapshot.id) is snapshot:
+            del self.snapshots[snapshot.id]
+        if not self._pool.closed:
+            driver = self._pool.driver
+            driver.tell(driver.core.drop_layer, snapshot.layer)  # type: ignore[attr-defined]
+
+
+def _overlap(a: float, b: float, c: float, d: float) -> float:
+    return max(0.0, min(b, d) - max(a, c))
+
+
+def _lease_of(sandbox: AsyncSandbox) -> Lease | None:
+    return getattr(sandbox, "_lease", None)
+
+
+def _held(sandbox: AsyncSandbox) -> Lease:
+    lease = _lease_of(sandbox)
+    if lease is None or lease.over:
+        raise SandboxStateError("the sandbox was given back", sandbox=sandbox.id)
+    return lease
+
+
+def _AsyncSandbox() -> type[AsyncSandbox]:
+    from ..sandbox import AsyncSandbox
+
+    return AsyncSandbox

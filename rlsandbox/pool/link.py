@@ -1,0 +1,238 @@
+"""What the pool asks of a member it is connected to: prime, reset, verify, close.
+
+:class:`KeeperLink` does it with a keeper; a backend that has none (the simulated one) brings links of its
+own by a method ``open_link(member)``. A link belongs to one member and to the pool's event loop, and is used
+for one thing at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ..errors import PrimeError, SandboxDiedError, SandboxError
+from ..hooks import Credentials, Residue
+from ..keeper.client import KeeperClient, KeeperFailure
+from ..reset.baseline import Baseline, take_baseline
+from ..reset.runner import run_reset, run_verify
+from ..spec import Spec
+from ..task import Task
+from .policy import in_thread
+
+if TYPE_CHECKING:
+    import pluggy
+
+    from ..backends.base import Backend, Member
+
+RESET_S = 30.0
+VERIFY_S = 30.0
+PRIME_HOOK_S = 120.0
+_MAKE_DIR = 8 | 2
+_MAKE_PARENTS = 2
+
+
+class Link(Protocol):
+    """A member's other end."""
+
+    client: Any
+    mode: str
+
+    async def prime(self, task: Task, layer: str) -> int:
+        """Put the task's files in place, run its setup, seal the result as *layer*; its bytes.
+
+        Raises:
+            PrimeError: the task's setup does not work.
+        """
+        ...
+
+    async def reset(
+        self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
+    ) -> None:
+        """End the episode and begin the next one on *layer* (None: the bare spec)."""
+        ...
+
+    async def verify(
+        self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
+    ) -> list[Residue]:
+        """What is left of earlier episodes; empty when there is nothing."""
+        ...
+
+    async def close(self) -> None: ...
+
+    def on_lost(self, tell: Callable[[BaseException], object]) -> None:
+        """Call *tell* once when the member is gone."""
+        ...
+
+
+class KeeperLink:
+    """A member with a keeper in it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        member: Member,
+        spec: Spec,
+        client: KeeperClient,
+        baseline: Baseline,
+        plugins: pluggy.PluginManager,
+    ) -> None:
+        self.client = client
+        self.mode = client.welcome.mode
+        self._backend, self._member, self._spec = backend, member, spec
+        self._baseline, self._plugins = baseline, plugins
+        self._given: set[str] = set()
+
+    @classmethod
+    async def open(
+        cls, backend: Backend, member: Member, spec: Spec, plugins: pluggy.PluginManager
+    ) -> KeeperLink:
+        """Connect, shake hands, take the baseline."""
+        reader, writer = await backend.connect(member)
+        token = member.facts.get("token", "")
+        client = await KeeperClient.open(reader, writer, member=member.id, token=token)
+        try:
+            baseline = await take_baseline(client, mode=client.welcome.mode, layer="")
+        except BaseException:
+            await client.aclose()
+            raise
+        return cls(backend, member, spec, client, baseline, plugins)
+
+    def on_lost(self, tell: Callable[[BaseException], object]) -> None:
+        self.client.lost.add_done_callback(lambda lost: None if lost.cancelled() else tell(lost.result()))
+
+    async def prime(self, task: Task, layer: str) -> int:
+        await self.client.reset("")
+        await self._fill(task)
+        try:
+            size = await self.client.seal(layer, kill=True)
+        except KeeperFailure as error:
+            raise SandboxError(
+                f"the primed layer could not be sealed: {error.message}",
+                kind="seal", phase="prime", retryable=True, sandbox=self._member.id, task=task.id,
+            ) from error  # fmt: skip
+        self._given.add(layer)
+        return size
+
+    async def _fill(self, task: Task) -> None:
+        sandbox = _priming_sandbox(self, task)
+        try:
+            if task.workdir is not None:
+                await self._make_workdir(sandbox, task.workdir)
+            for path, data in task.files.items():
+                await sandbox.write_file(path, data)
+            if task.setup is not None:
+                result = await sandbox.run(task.setup)
+                if not result.ok:
+                    raise _setup_failed(task, result)
+            if self._plugins.hook.rlsandbox_prime.get_hookimpls():
+                await self._hooks(task, sandbox)
+        except (SandboxDiedError, PrimeError):
+            raise
+        except (SandboxError, OSError) as error:
+            raise PrimeError(
+                f"its files or workdir could not be put in place: {getattr(error, 'message', error)}",
+                task=task.id,
+            ) from error
+        finally:
+            sandbox._state = "released"  # it has no host to go back to
+
+    async def _make_workdir(self, sandbox: Any, workdir: str) -> None:
+        raw = sandbox.user(None)
+        user = None if raw is None else raw.decode("utf-8", "surrogateescape")
+        await self.client.write(workdir, b"", user=user, flags=_MAKE_DIR)
+
+    async def _hooks(self, task: Task, sandbox: Any) -> None:
+        from ..sandbox import Sandbox
+
+        facade = Sandbox(sandbox, LoopPortal(asyncio.get_running_loop()))  # type: ignore[arg-type]
+        try:
+            await in_thread(
+                lambda: self._plugins.hook.rlsandbox_prime(task=task, sandbox=facade), PRIME_HOOK_S
+            )
+        except TimeoutError:
+            raise PrimeError(
+                f"a plugin's rlsandbox_prime took over {PRIME_HOOK_S:g} s", task=task.id
+            ) from None
+        except SandboxDiedError:
+            raise
+        except Exception as error:
+            raise PrimeError(
+                f"a plugin's rlsandbox_prime raised {type(error).__name__}: {error}", task=task.id
+            ) from error
+
+    async def reset(
+        self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
+    ) -> None:
+        if layer is not None and layer not in self._given:
+            if not await self._backend.give_layer(layer, self._member):
+                raise SandboxError(
+                    f"layer {layer} could not be brought to the sandbox",
+                    kind="layer", phase="reset", retryable=True, sandbox=self._member.id,
+                )  # fmt: skip
+            self._given.add(layer)
+        await run_reset(
+            self.client, self._plugins, task=task, layer=layer or "", baseline=self._baseline,
+            deadline_s=RESET_S, credentials=credentials,
+        )  # fmt: skip
+
+    async def verify(
+        self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
+    ) -> list[Residue]:
+        return await run_verify(
+            self.client, self._plugins, task=task, baseline=self._baseline.on(layer or ""),
+            deadline_s=VERIFY_S, credentials=credentials,
+        )  # fmt: skip
+
+    def forget_layer(self, layer: str) -> None:
+        self._given.discard(layer)
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+    def environment(self) -> Mapping[str, str]:
+        return self._backend.environment(self._spec)
+
+
+class LoopPortal:
+    """A running event loop as the portal of a synchronous facade, for hooks on threads of their own."""
+
+    closed = False
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+
+    def call(
+        self, fn: Callable[..., Awaitable[Any]], *args: Any, timeout: float | None = None, **kw: Any
+    ) -> Any:
+        async def run() -> Any:
+            return await fn(*args, **kw)
+
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
+
+
+def _priming_sandbox(link: KeeperLink, task: Task) -> Any:
+    from ..sandbox import AsyncSandbox
+
+    member = link._member
+    return AsyncSandbox(
+        link.client, id=member.id, task=task, spec=link._spec, node=member.node, reset_mode=link.mode,
+        host=_NoHost(), base_env=link.environment(), facts=member.facts,
+    )  # fmt: skip
+
+
+class _NoHost:
+    """A sandbox that is being primed belongs to nobody: it cannot be released, forked or hibernated."""
+
+    def command_started(self, sandbox: Any, waited_s: float) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        raise PrimeError(f"{name}() is not possible while a sandbox is being primed")
+
+
+def _setup_failed(task: Task, result: Any) -> PrimeError:
+    lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
+    said = f": {lines[-1][:300]}" if lines else ""
+    how = "timed out" if result.timed_out else f"exited with {result.exit_code}"
+    return PrimeError(f"its setup {how}{said}", task=task.id)

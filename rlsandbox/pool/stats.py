@@ -1,0 +1,125 @@
+"""What ``pool.stats()`` says: what is so now, and everything that has happened."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .demand import Advice, Bursts
+from .model import State
+
+if TYPE_CHECKING:
+    from .core import Core
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolStats:
+    """One look at the pool. Counters count from its start; the rest is so now.
+
+    Args:
+        size: members to be kept ready; ``max_size``: the ceiling; ``live``: members of any state.
+        ready: clean and free; ``claimed``: lent; ``waiting``: claims without a sandbox.
+        creating, resetting, priming, terminating: members on their way.
+        stuck: ``{member: seconds}`` of removals that do not end; they count against the ceiling.
+        quarantined: members in which verification found residue; ``residue``: the last few, in words.
+        recycled: members that were used, put back and verified; ``warm_hits``: claims served at once.
+        failing: ``{spec: why}`` of specs that keep failing.
+        specs: ready, claimed and waiting by spec.
+        layers, layer_bytes: primed layers and snapshots that are kept.
+        write_rate: writes a second that are allowed at present; None: no bound.
+        advice: size and refill from the bursts that were seen.
+    """
+
+    size: int
+    max_size: int
+    live: int
+    ready: int
+    claimed: int
+    waiting: int
+    creating: int
+    resetting: int
+    priming: int
+    terminating: int
+    stuck: dict[str, float]
+    expected: int
+    layers: int
+    layer_bytes: int
+    write_rate: float | None
+    paused_s: float
+    failing: dict[str, str]
+    specs: dict[str, dict[str, int]]
+    residue: list[str]
+    longest_wait_s: float
+    claims: int = 0
+    granted: int = 0
+    warm_hits: int = 0
+    timeouts: int = 0
+    refused: int = 0
+    cancelled: int = 0
+    released: int = 0
+    recycled: int = 0
+    quarantined: int = 0
+    created: int = 0
+    create_failed: int = 0
+    create_gave_up: int = 0
+    disposed: int = 0
+    dispose_failed: int = 0
+    resets: int = 0
+    reset_failed: int = 0
+    primed: int = 0
+    prime_failed: int = 0
+    died_idle: int = 0
+    died_claimed: int = 0
+    died_preparing: int = 0
+    moved: int = 0
+    expired_idle: int = 0
+    strays: int = 0
+    throttled: int = 0
+    writes: int = 0
+    layer_hits: int = 0
+    layer_misses: int = 0
+    layers_evicted: int = 0
+    breaker_trips: int = 0
+    advice: Advice = field(default_factory=lambda: Advice(0, None, ""))
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stats_of(core: Core, bursts: Bursts, now: float, residue: list[str], names: dict[str, str]) -> PoolStats:
+    """Take the look. *names*: what to call a spec in words, by digest."""
+    n, config, counters = core.n, core.config, core.counters
+    each = counters.writes / counters.granted if counters.granted else 0.0
+    waits = [now - next(iter(r.queue.values())).asked for r in core.specs.values() if r.queue]
+    return PoolStats(
+        size=config.size,
+        max_size=config.ceiling,
+        live=core.live,
+        ready=n[State.IDLE],
+        claimed=n[State.CLAIMED],
+        waiting=core.waiting,
+        creating=n[State.CREATING],
+        resetting=n[State.RESETTING],
+        priming=n[State.PRIMING],
+        terminating=n[State.LEAVING],
+        stuck={m.id: round(now - m.since, 1) for m in core.stuck()},
+        expected=sum(room.expected_n for room in core.specs.values()),
+        layers=len(core.layers),
+        layer_bytes=core.layers.bytes,
+        write_rate=core.bucket.current_rate,
+        paused_s=max(0.0, core.bucket.paused_until - now),
+        failing={
+            names.get(d, d): r.breaker.cause.message
+            for d, r in core.specs.items()
+            if r.breaker.cause is not None
+        },
+        specs={
+            names.get(d, d): {"ready": r.idle_n, "claimed": r.claimed, "waiting": len(r.queue)}
+            for d, r in core.specs.items()
+            if r.members or r.queue
+        },
+        residue=list(residue),
+        longest_wait_s=max(waits, default=0.0),
+        advice=bursts.advice(size=config.size, ceiling=config.ceiling, writes_each=each),
+        **counters.to_dict(),
+    )
