@@ -1,4 +1,4 @@
-"""The pool: decisions in :mod:`.core`, effects in :mod:`.driver`, what people hold in :mod:`.pool`, :mod:`.sync`."""
+"""The pool: decisions in :mod:`.core`, effects in :mod:`.driver`; held as :mod:`.pool` or :mod:`.sync`."""
 
 from __future__ import annotations
 

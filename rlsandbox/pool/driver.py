@@ -142,7 +142,7 @@ class Driver:
     # -- events --------------------------------------------------------------------------------------
 
     def tell(self, event: Callable[..., None], *args: Any, **kw: Any) -> None:
-        """Give the core an event (a method of it, called with *args* and the time) and act on what follows."""
+        """Give the core an event (a method of it, called with *args* and the time); act on what follows."""
         event(*args, self._loop.time(), **kw)
         self.pump()
 
@@ -420,7 +420,9 @@ class Driver:
     def _tell_long_waits(self) -> None:
         """Say which claims wait for long, and for what: one line a spec."""
         self._long_wait = None
-        now, first, count = self._loop.time(), {}, {}
+        now = self._loop.time()
+        first: dict[str, PoolClaim] = {}
+        count: dict[str, int] = {}
         for id in self._waiters:
             claim = self.core.claims.get(id)
             if claim is not None and now - claim.asked >= LONG_WAIT_S:
@@ -468,7 +470,7 @@ class Driver:
         for handle in (self._timer, self._long_wait):
             if handle is not None:
                 handle.cancel()
-        ending: set[asyncio.Task[Any]] = {*self._tasks, *self._late.values()} - {asyncio.current_task()}  # type: ignore[arg-type]
+        ending: set[asyncio.Task[Any]] = {*self._tasks, *self._late.values()} - {asyncio.current_task()}
         for task in ending:
             task.cancel()
         if ending:

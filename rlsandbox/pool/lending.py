@@ -166,7 +166,7 @@ class Lender:
         lease.started = True
         idle = max(0.0, self._pool.now() - waited_s - lease.handed)
         parts = lease.parts
-        sample = TtfcSample(**{f"{k}_s": v for k, v in parts.items()}, started_s=waited_s, idle_s=idle)
+        sample = _sample(parts, started_s=waited_s, idle_s=idle)
         parts["started"], parts["idle"] = waited_s, idle
         sandbox.ttfc_s = sample.ttfc_s
         self._pool.metrics.record_ttfc(sample)
@@ -199,10 +199,7 @@ class Lender:
                 self._pool.driver.release(lease.claim)
 
     def _never_started(self, parts: Mapping[str, float]) -> None:
-        known = {
-            f"{k}_s": v for k, v in parts.items() if k in ("queued", "provisioned", "reset", "connected")
-        }
-        self._pool.metrics.record_ttfc(TtfcSample(**known, never_started=True))
+        self._pool.metrics.record_ttfc(_sample(parts, never_started=True))
 
     async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
         from ..sandbox import AsyncSnapshot
@@ -295,6 +292,13 @@ class Lender:
         if not self._pool.closed:
             driver = self._pool.driver
             driver.tell(driver.core.drop_layer, snapshot.layer)  # type: ignore[attr-defined]
+
+
+def _sample(parts: Mapping[str, float], **rest: Any) -> TtfcSample:
+    return TtfcSample(
+        queued_s=parts["queued"], provisioned_s=parts["provisioned"], reset_s=parts["reset"],
+        connected_s=parts["connected"], **rest,
+    )  # fmt: skip
 
 
 def _overlap(a: float, b: float, c: float, d: float) -> float:

@@ -54,7 +54,7 @@ class AsyncPool:
     """A pool of warm sandboxes.
 
     Args:
-        backend: a name (``local``, ``kubernetes``, ``simulated``, or one that a package brings), or a Backend.
+        backend: a name (``local``, ``kubernetes``, ``simulated``, or one that a package brings) or a Backend.
         size: sandboxes kept ready.
         max_size: sandboxes that may exist at once, in whatever state; default *size*.
         spec: what sandboxes are made of unless a task says otherwise.
@@ -269,7 +269,7 @@ class AsyncPool:
         return AwaitableCM(make, _release)
 
     def claim_ahead(self, task: Task | AsyncSnapshot) -> AsyncClaim:
-        """Ask for a sandbox that is needed later; TTFC runs from ``result()`` on. Call it on the event loop."""
+        """Ask for a sandbox that is needed later; TTFC runs from ``result()`` on."""
         return AsyncClaim(self, task)
 
     async def _claim(

@@ -91,7 +91,7 @@ def write_rate(config: Config, capabilities: Capabilities) -> float | None:
 
 
 def layer_budget() -> int:
-    """Bytes of layers to keep: a quarter of the memory, where they lie; ``RLSANDBOX_LAYER_BUDGET`` says else."""
+    """Bytes of layers to keep: a quarter of the memory, or what ``RLSANDBOX_LAYER_BUDGET`` says."""
     said = os.environ.get("RLSANDBOX_LAYER_BUDGET")
     if said:
         return parse_size(said, "RLSANDBOX_LAYER_BUDGET")

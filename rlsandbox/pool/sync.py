@@ -54,8 +54,8 @@ class Pool:
         profile: str | None = None,
     ) -> None:
         pool = AsyncPool(
-            backend, size=size, max_size=max_size, spec=spec, when_empty=when_empty, max_creating=max_creating,
-            write_rate=write_rate, run=run, ledger=ledger, plugins=plugins, block=block, config=config,
+            backend, size=size, max_size=max_size, spec=spec, when_empty=when_empty,
+            max_creating=max_creating, write_rate=write_rate, run=run, ledger=ledger, plugins=plugins, block=block, config=config,
             profile=profile,
         )  # fmt: skip
         self._begin(pool)
