@@ -22,6 +22,8 @@ from pathlib import Path
 SOURCE = Path(__file__).resolve().parent / "src"
 SHIPPED = Path(__file__).resolve().parent / "bin"
 ARCHITECTURES = ("x86_64", "aarch64")
+LONGEST_S = 1200  # zig compiles its C library first: minutes on a busy machine, once
+ZIG = "ziglang"
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-fno-strict-aliasing")
@@ -68,8 +70,8 @@ def compilers(arch: str) -> Iterator[list[str]]:
         command = name.split()
         if command and shutil.which(command[0]):
             yield command
-    if importlib.util.find_spec("ziglang") is not None:
-        yield [sys.executable, "-m", "ziglang", "cc", "-target", f"{arch}-linux-musl"]
+    if importlib.util.find_spec(ZIG) is not None:
+        yield [sys.executable, "-m", ZIG, "cc", "-target", f"{arch}-linux-musl"]
 
 
 def links_statically(command: Sequence[str]) -> bool:
@@ -84,7 +86,7 @@ def links_statically(command: Sequence[str]) -> bool:
 def find_compiler(arch: str, *, static: bool = True) -> list[str] | None:
     """The first of :func:`compilers` that works for *arch*."""
     for command in compilers(arch):
-        if not static or links_statically(command):
+        if not static or ZIG in command or links_statically(command):
             return command
     return None
 
@@ -165,6 +167,8 @@ def keeper_binary(arch: str | None = None, *, variant: str = "release") -> Path:
 
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 124, "", f"it took over {LONGEST_S} s")

@@ -13,7 +13,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -112,32 +112,35 @@ def scratch(cache: Path) -> Iterator[Path]:
 
 
 def image(*, path: str, ref: str | None, machine: str, cache: str, key: str, owners: bool) -> dict[str, Any]:
-    """Unpack what is missing of an image; its config and its lower directories, topmost first."""
+    """Unpack what is missing of an image; its config and its lower directories, topmost first.
+
+    All that was missing appears at once, after it has reached the disk, or none of it does.
+    """
     top = Path(cache)
-    with scratch(top) as place, archive.open_store(Path(path), place) as store:
+    with scratch(top) as place, archive.open_store(Path(path), place) as store, ExitStack() as locks:
         info = archive.read_info(store, path, ref, machine)
         form = "overlay" if _overlay_marks(place) else "apply"
         home = top / "layers" / f"{key}-{form}"
         chains = archive.chain_ids(info.layers)
-        # The bottom ones together when there are too many, or when deletions cannot be marked here.
-        together = len(chains) if form == "apply" else max(1, len(chains) - MAX_LOWERS + 1)
-        steps = [(0, together)] if chains else []
-        steps += [(n, n + 1) for n in range(together, len(chains))]
         lowers: list[str] = []
-        for first, last in steps:
+        made: list[tuple[Path, Path]] = []
+        for first, last in _steps(len(chains), form):
             name = chains[last - 1] if last - first == 1 else f"{chains[last - 1]}-flat"
-            done = home / name
-            with locked(top / "locks" / f"{key}-{form}-{name}"):
-                if not done.is_dir():
-                    with scratch(top) as half:
-                        fill = half / "layer"
-                        fill.mkdir(mode=0o700)
-                        (fill / "root").mkdir(mode=0o755)
-                        for layer in info.layers[first:last]:
-                            _unpack(store, layer, fill / "root", half, path, lowers, owners, last - first > 1)
-                        _finish(fill, done)
-            if next(os.scandir(done / "root"), None) is not None:
-                lowers.insert(0, str(done / "root"))
+            # From the bottom to the top in every process, so that two of them cannot wait for each other.
+            locks.enter_context(locked(top / "locks" / f"{key}-{form}-{name}"))
+            entry = home / name
+            if not entry.is_dir():
+                made.append((place / name, entry))
+                entry = place / name
+                entry.mkdir(mode=0o700)
+                (entry / "root").mkdir(mode=0o755)
+                for layer in info.layers[first:last]:
+                    _unpack(store, layer, entry / "root", place, path, lowers, owners, last - first > 1)
+            if next(os.scandir(entry / "root"), None) is not None:
+                lowers.insert(0, str(entry / "root"))
+        _finish(made, home)
+        moved = {str(fill / "root"): str(done / "root") for fill, done in made}
+        lowers = [moved.get(lower, lower) for lower in lowers]
         if not lowers:  # an image of nothing is an image
             empty = home / "empty" / "root"
             empty.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -150,17 +153,25 @@ def image(*, path: str, ref: str | None, machine: str, cache: str, key: str, own
     }
 
 
+def _steps(count: int, form: str) -> list[tuple[int, int]]:
+    """Which layers share a directory: the bottom ones of too many, all of them where marks do not work."""
+    if not count:
+        return []
+    together = count if form == "apply" else max(1, count - MAX_LOWERS + 1)
+    return [(0, together), *((n, n + 1) for n in range(together, count))]
+
+
 def _unpack(
     store: archive.Store,
     layer: archive.LayerBlob,
     root: Path,
-    half: Path,
+    place: Path,
     shown: str,
     lowers: list[str],
     owners: bool,
     together: bool,
 ) -> None:
-    tar = half / "layer.tar"
+    tar = place / "layer.tar"
     archive.fetch_layer(store, layer, tar, shown)
     what = f"{shown}: layer {layer.name}"
     form = "apply" if together else "overlay"
@@ -169,15 +180,18 @@ def _unpack(
     tar.unlink()
 
 
-def _finish(fill: Path, done: Path) -> None:
-    """Move the whole entry *fill* to its name, after its content is on the disk."""
-    done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(fill, os.O_RDONLY)
+def _finish(made: list[tuple[Path, Path]], home: Path) -> None:
+    """Move whole entries to their names, after their content is on the disk."""
+    if not made:
+        return
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fd = os.open(made[0][0], os.O_RDONLY)
     try:
         ctypes.CDLL(None).syncfs(fd)  # a name that outlives a power cut must not outlive its content
     finally:
         os.close(fd)
-    os.rename(fill, done)
+    for fill, done in made:
+        os.rename(fill, done)
 
 
 def _overlay_marks(place: Path) -> bool:
@@ -212,7 +226,7 @@ def host(*, cache: str, key: str, owners: bool, network: str) -> dict[str, Any]:
     """The host's base for *network*, made when it is not there yet or this machine's /etc has changed."""
     items, overlays = base.plan(network)
     digest = base.digest(items, overlays)
-    root = _made(Path(cache), f"base/{key}/{digest}", lambda place: base.make(items, place, owners))
+    root = _made(Path(cache), "base", key, digest, lambda place: base.make(items, place, owners))
     return {"lowers": [root], "overlays": overlays, "digest": digest}
 
 
@@ -231,20 +245,25 @@ def fit(
     if not items:
         return {"lowers": lowers, "targets": targets}
     digest = hashlib.sha256(repr((fitting.VERSION, items)).encode()).hexdigest()[:32]
-    root = _made(Path(cache), f"fit/{key}/{digest}", lambda place: base.make(items, place, owners))
+    root = _made(Path(cache), "fit", key, digest, lambda place: base.make(items, place, owners))
     return {"lowers": [root, *lowers], "targets": targets}
 
 
-def _made(top: Path, name: str, fill: Callable[[Path], None]) -> str:
-    """The directory ``root`` of cache entry *name*, filled once."""
-    done = top / name
-    with locked(top / "locks" / name.replace("/", "-")):
+def _made(top: Path, kind: str, key: str, digest: str, fill: Callable[[Path], None]) -> str:
+    """The directory ``root`` of the cache entry for *digest*, filled once.
+
+    Entries are made anew after the machine's restart: cheaper than to wait for the disk.
+    """
+    boot = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).hexdigest()[:8]
+    done = top / kind / f"{key}-{boot}" / digest
+    with locked(top / "locks" / f"{kind}-{key}-{digest}"):
         if not done.is_dir():
             with scratch(top) as place:
                 root = place / "entry" / "root"
                 root.mkdir(mode=0o755, parents=True)
                 fill(root)
-                _finish(place / "entry", done)
+                done.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                os.rename(place / "entry", done)
     return str(done / "root")
 
 
