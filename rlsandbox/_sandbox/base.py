@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import os
 import posixpath
@@ -40,6 +41,7 @@ State = Literal["ready", "paused", "hibernated", "graded", "released", "dead"]
 Path_ = str | PathLike[str]
 OnOutput = Callable[[Stream, bytes], object]
 
+MAX_PATH = 4096  # the kernel's, its NUL included
 BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
 
 
@@ -212,10 +214,12 @@ class SandboxBase:
     def path(self, path: Path_) -> str:
         """An absolute path: relative ones are under the workdir."""
         text = os.fspath(path)
-        text_bytes(text, "a path")
         if not text:
-            raise file_error(2, text, sandbox=self.id)
-        return posixpath.join(self.workdir, text)
+            raise file_error(errno.ENOENT, text, sandbox=self.id)
+        full = posixpath.join(self.workdir, text)
+        if len(text_bytes(full, "a path")) >= MAX_PATH:
+            raise file_error(errno.ENAMETOOLONG, f"{full[:100]}...", sandbox=self.id)
+        return full
 
     def user(self, user: str | None) -> bytes | None:
         who = user if user is not None else self.spec.user if self.spec.user is not None else self._user

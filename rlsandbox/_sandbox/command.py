@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..errors import CommandStartError, ConfigError, SandboxError, UnsupportedError
+from ..errors import CommandStartError, ConfigError, SandboxDiedError, SandboxError
 from ..keeper.channel import STDERR, STDOUT, Exit
 from ..keeper.connection import KeeperFailure
 from ..keeper.wire import ExitFlag
@@ -22,7 +24,7 @@ DEFAULT_ENV = {
     "LANG": "C.UTF-8",
 }
 _NAMES = {STDOUT: "stdout", STDERR: "stderr"}
-_START = frozenset({"exec", "chdir", "user"})
+_START = {"enter the working directory": "bad_cwd", "find ": "bad_user", "become ": "bad_user"}
 
 
 def argv_of(cmd: Cmd) -> tuple[list[bytes], bytes | None]:
@@ -76,14 +78,16 @@ def deadline_ms(timeout: float) -> int:
 def start_error(error: KeeperFailure, argv: Sequence[bytes], **where: Any) -> SandboxError:
     """What a FAIL of a SPAWN means to the caller."""
     program = argv[0].decode("utf-8", "replace")
-    if error.what == "user" and error.errno == 95:
-        return UnsupportedError(str(error), phase="command", hint="needs a range of uids", **where)
-    if error.what in _START:
-        kind = "bad_cwd" if error.what == "chdir" else None
-        return CommandStartError(f"{program!r} could not be started: {error.message}", kind=kind, **where)
-    return CommandStartError(
-        f"{program!r} could not be started: {error.message}", kind="command_spawn", retryable=True, **where
-    )
+    reason = os.strerror(error.errno)
+    if error.errno == errno.ESRCH:
+        return SandboxDiedError(f"{program!r} could not be started: {error.message}", **where)
+    if error.what.startswith("start "):
+        return CommandStartError(f"{program!r} could not be started: {reason}", **where)
+    text = f"{program!r} could not be started: {error.message}"
+    for beginning, kind in _START.items():
+        if error.what.startswith(beginning):
+            return CommandStartError(text, kind=kind, **where)
+    return CommandStartError(text, kind="command_spawn", retryable=True, **where)
 
 
 class Collector:
@@ -130,8 +134,8 @@ class Collector:
     def result(self, end: Exit | None, *, duration_s: float | None = None, **changes: Any) -> CommandResult:
         """The result.
 
-        *end* tells the true sizes when it is this command's own. In a session it is the shell's, or None while
-        the shell lives; then *duration_s* and *changes* tell the rest, and all that was printed was seen.
+        *end* tells the true sizes when it is this command's own. In a session it is the shell's, or None
+        while the shell lives; *duration_s* and *changes* tell the rest, and all that was printed was seen.
         """
         told = end if duration_s is None else None
         out, out_cut, out_size = self._stream(STDOUT, told.stdout_size if told else None)

@@ -63,6 +63,7 @@ class AsyncSession:
     ) -> Self:
         if os.path.basename(shell) not in SHELLS:
             raise ConfigError(f"session(shell={shell!r}): it must be one of {', '.join(SHELLS)}")
+        sandbox.require_ready()
         self = cls(sandbox)
         channel, argv = sandbox.command(
             [shell], cwd=cwd, env=env, user=user, stdin=True, control=True, sink=self._arrived

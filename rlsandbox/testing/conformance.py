@@ -11,8 +11,11 @@ class TestMine(BackendConformance):
 from __future__ import annotations
 
 from ._commands import Commands
+from ._files import Files
+from ._grading import Grading
+from ._lifecycle import Lifecycle
 from ._sessions import Sessions
 
 
-class BackendConformance(Commands, Sessions):
+class BackendConformance(Lifecycle, Commands, Sessions, Files, Grading):
     """Subclass it, give the fixture ``backend``, run it with pytest."""

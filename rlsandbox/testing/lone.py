@@ -96,6 +96,10 @@ class LoneHost:
         for name in list(self._members):
             await self.backend.dispose(self._members.pop(name))
 
+    def holds(self, name: str) -> bool:
+        """Whether the member of this name has not been disposed of."""
+        return name in self._members
+
     def member(self, sandbox: AsyncSandbox) -> Member:
         return self._members[sandbox.id]
 

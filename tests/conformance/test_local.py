@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from rlsandbox.backends import Backend, Local
+from rlsandbox.sandbox import Sandbox
 from rlsandbox.testing.conformance import BackendConformance
+from rlsandbox.testing.lone import LoneHost
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(p)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for p in (task / "children").read_text().split()
+    ]
 
 
 class TestLocal(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
         return Local()
+
+    def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
+        hub = host.backend._hub.process.pid  # type: ignore[attr-defined]
+        keepers = [p for p in children(hub) if b"zygote" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+        assert len(keepers) == 1
+        os.kill(keepers[0], signal.SIGKILL)
