@@ -11,6 +11,7 @@
 
 #include "procs.h"
 #include "sys.h"
+#include "worker.h"
 
 /* ---- finding channels ---- */
 
@@ -63,7 +64,7 @@ static void chan_free(struct chan *c)
     free(c);
 }
 
-static void chan_fail(struct chan *c, int no, const char *what)
+void chan_refuse(struct chan *c, int no, const char *what)
 {
     conn_fail(&c->k->conn, c->id, no, what);
     chan_free(c);
@@ -151,7 +152,7 @@ static int body_file(const uint8_t *p, size_t n)
     return fd;
 }
 
-static void on_result(struct src *s, uint32_t events)
+void chan_on_result(struct src *s, uint32_t events)
 {
     struct chan *c = s->owner;
     uint8_t room[4096];
@@ -166,6 +167,13 @@ static void on_result(struct src *s, uint32_t events)
     chan_check(c);
 }
 
+/* the request's bytes are not needed any more */
+void chan_message_done(struct chan *c)
+{
+    c->k->assembling -= c->msg.len;
+    buf_free(&c->msg);
+}
+
 static void job_start(struct chan *c)
 {
     struct keeper *k = c->k;
@@ -174,18 +182,18 @@ static void job_start(struct chan *c)
     bool spawn = c->op == OP_SPAWN, merge = tlv_get(p, n, TAG_MERGE, 0), control = spawn && tlv_get(p, n, TAG_CONTROL, 0);
     uint64_t limit = spawn ? tlv_get(p, n, TAG_OUTPUT_LIMIT, 0) : 0, timeout = tlv_get(p, n, TAG_TIMEOUT_MS, 0);
     if (k->init.fd < 0) {
-        chan_fail(c, ESRCH, "run in the episode: there is none (reset it first)");
+        chan_refuse(c, ESRCH, "run in the episode: there is none (reset it first)");
         return;
     }
     c->job = ++k->next_job;
     struct ereq *r = ereq_new(E_SPAWN, c->job, c->op, p, n);
     if (!r) {
-        chan_fail(c, ENOMEM, "make a request for the episode's init");
+        chan_refuse(c, ENOMEM, "make a request for the episode's init");
         return;
     }
     /* in the order of the FD_ bits */
     int fd = job_pipe(r, FD_RESULT, true);
-    bool ok = fd >= 0 && loop_add(&k->loop, &c->result, fd, EPOLLIN, on_result, c) == 0;
+    bool ok = fd >= 0 && loop_add(&k->loop, &c->result, fd, EPOLLIN, chan_on_result, c) == 0;
     if (ok && (c->op == OP_WRITE || (spawn && tlv_get(p, n, TAG_STDIN, 0))))
         ok = (fd = job_pipe(r, FD_IN, false)) >= 0 && sin_open(k, c, 0, fd) == 0;
     if (ok && c->op != OP_WRITE)
@@ -204,11 +212,10 @@ static void job_start(struct chan *c)
     if (!ok) {
         int no = errno;
         ereq_drop(r);
-        chan_fail(c, no, "open pipes for a process");
+        chan_refuse(c, no, "open pipes for a process");
         return;
     }
-    k->assembling -= c->msg.len;
-    buf_free(&c->msg);
+    chan_message_done(c);
     if (timeout)
         c->deadline_ns = now_ns() + (timeout < 1000000000u ? timeout * 1000000u : UINT64_MAX / 4);
     ereq_push(k, r);
@@ -234,27 +241,31 @@ static bool request(struct chan *c)
         return false;
     c->op = (uint32_t)tlv_get(c->msg.p, c->msg.len, TAG_OP, 0);
     if (nul) {
-        chan_fail(c, EINVAL, "read a request: a string in it has a zero byte");
+        chan_refuse(c, EINVAL, "read a request: a string in it has a zero byte");
         return true;
     }
     switch (c->op) {
     case OP_SPAWN:
         if (!args)
-            chan_fail(c, EINVAL, "start a program: no arguments");
+            chan_refuse(c, EINVAL, "start a program: no arguments");
         else if (tlv_find(c->msg.p, c->msg.len, TAG_SCRIPT, &t) && tlv_get(c->msg.p, c->msg.len, TAG_CONTROL, 0))
-            chan_fail(c, EINVAL, "start a program: a script and control pipes both want descriptor 9");
+            chan_refuse(c, EINVAL, "start a program: a script and control pipes both want descriptor 9");
         else
             job_start(c);
         return true;
     case OP_READ: case OP_WRITE: case OP_LIST: case OP_STAT: case OP_REMOVE:
         job_start(c);
         return true;
+    case OP_INSPECT: worker_start(c, false, work_inspect); return true;
+    case OP_CHANGES: worker_start(c, false, work_changes); return true;
+    case OP_OUTSIDE_READ: worker_start(c, false, work_outside_read); return true;
+    case OP_OUTSIDE_REMOVE: worker_start(c, false, work_outside_remove); return true;
     case OP_KILL_ALL: {
         struct ereq *r = k->init.fd < 0 ? NULL : ereq_new(E_KILL_ALL, c->job = ++k->next_job, 0, NULL, 0);
         if (r)
             ereq_push(k, r);
         else
-            chan_fail(c, k->init.fd < 0 ? ESRCH : ENOMEM, "end the episode's processes");
+            chan_refuse(c, k->init.fd < 0 ? ESRCH : ENOMEM, "end the episode's processes");
         return true;
     }
     case OP_RESET: {
@@ -268,7 +279,7 @@ static bool request(struct chan *c)
         return true;
     }
     }
-    chan_fail(c, ENOSYS, "carry out a request: this keeper does not know it");
+    chan_refuse(c, ENOSYS, "carry out a request: this keeper does not know it");
     return true;
 }
 
@@ -317,7 +328,7 @@ void chan_check(struct chan *c)
     }
     if (c->op != OP_SPAWN) {
         if (!d->len) {
-            chan_fail(c, c->flags & X_CANCELLED ? ECANCELED : EIO, c->flags & X_CANCELLED ? "finish the operation: it was cancelled" : "finish the operation: its process was killed");
+            chan_refuse(c, c->flags & X_CANCELLED ? ECANCELED : EIO, c->flags & X_CANCELLED ? "finish the operation: it was cancelled" : "finish the operation: its process was killed");
         } else if (outs_finished(c)) {
             conn_send(n, T_REPLY, 0, c->id, d->p + 1, d->len - 1);
             chan_free(c);
@@ -370,7 +381,7 @@ void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd)
         break;
     case E_NOT_FORKED:
         fd_close(&pidfd);
-        chan_fail(c, m->status, "fork in the sandbox (is its limit of processes reached?)");
+        chan_refuse(c, m->status, "fork in the sandbox (is its limit of processes reached?)");
         return;
     case E_KILLED:
         conn_send(&k->conn, T_REPLY, 0, c->id, NULL, 0);
@@ -402,7 +413,7 @@ void chan_end_all(struct keeper *k, int no, const char *what)
                 send_exit(c);
                 chan_free(c);
             } else
-                chan_fail(c, no, what);
+                chan_refuse(c, no, what);
         }
     while (k->draining) {
         struct sout *s = k->draining;

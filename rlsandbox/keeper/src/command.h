@@ -53,6 +53,9 @@ struct chan {
 struct chan *chan_find(struct keeper *k, uint32_t id);
 void chan_check(struct chan *c);
 void chan_kill(struct chan *c);
+void chan_refuse(struct chan *c, int no, const char *what); /* FAIL, and the channel is gone */
+void chan_message_done(struct chan *c);
+void chan_on_result(struct src *s, uint32_t events);
 
 int sout_open(struct keeper *k, struct chan *c, unsigned i, uint16_t stream, int fd, uint64_t limit); /* takes fd */
 void sout_watch(struct keeper *k, struct sout *s);

@@ -155,15 +155,14 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
         say(ctl, &m, sizeof m, -1);
         _exit(1);
     }
-    close(root);
-    close(proc);
-    /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay open */
-    int keep[2] = {ctl < in.sig ? ctl : in.sig, ctl < in.sig ? in.sig : ctl};
-    if (keep[0] > 0)
-        k_close_range(0, (unsigned)keep[0] - 1);
-    if (keep[1] > keep[0] + 1)
-        k_close_range((unsigned)keep[0] + 1, (unsigned)keep[1] - 1);
-    k_close_range((unsigned)keep[1] + 1, ~0u);
+    /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay, always as 3 and 4 */
+    int c = fcntl(ctl, F_DUPFD_CLOEXEC, 5), g = fcntl(in.sig, F_DUPFD_CLOEXEC, 5);
+    if (c < 0 || g < 0 || dup3(c, 3, O_CLOEXEC) < 0 || dup3(g, 4, O_CLOEXEC) < 0)
+        _exit(7);
+    k_close_range(0, 2);
+    k_close_range(5, ~0u);
+    in.ctl = ctl = 3;
+    in.sig = 4;
     struct pollfd p[2] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}};
     for (;;) {
         if (poll(p, 2, -1) < 0 && errno != EINTR)

@@ -45,6 +45,24 @@ static int skel_add(const char *target, bool file, struct err *e)
     return 0;
 }
 
+static int tops_read(struct keeper *k, struct err *e)
+{
+    char path[64];
+    for (unsigned i = 0; i < k->set.overlays; i++) {
+        struct overlay *o = &k->set.overlay[i];
+        path_join(path, sizeof path, o->n ? "/k/l/%u" : "/k/skel", o->first);
+        if (stat(path, &o->top) < 0)
+            return fail(e, errno, "look at the base of %s", o->target);
+        if (!S_ISDIR(o->top.st_mode))
+            return fail(e, ENOTDIR, "use the base of %s", o->target);
+        if (o->top.st_uid > 65535 || o->top.st_gid > 65535) /* not mapped */
+            o->top.st_uid = o->top.st_gid = 0;
+        if (k->set.one_id)
+            o->top.st_uid = o->top.st_gid = 0;
+    }
+    return 0;
+}
+
 int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
 {
     char path[64];
@@ -92,6 +110,16 @@ int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
         if (skel_add(b->target, b->file, e) < 0)
             return -1;
     }
+    return tops_read(k, e);
+}
+
+/* an overlay's top directory is that of the upper layer: it gets mode, owner and time of the one below */
+static int top_like(const char *path, const struct stat *st, struct err *e)
+{
+    struct timespec t[2] = {st->st_mtim, st->st_mtim};
+    if (((st->st_uid || st->st_gid) && chown(path, st->st_uid, st->st_gid) < 0) ||
+        ((st->st_mode & 07777) != 0755 && chmod(path, st->st_mode & 07777) < 0) || utimensat(AT_FDCWD, path, t, 0) < 0)
+        return fail(e, errno, "make the top of an upper layer like what it covers");
     return 0;
 }
 
@@ -115,7 +143,7 @@ int upper_new(struct keeper *k, struct err *e)
             return -1;
         for (unsigned i = 0; i < k->set.overlays; i++) {
             path_join(path, sizeof path, "/k/u/%u/%s/%u", k->generation, dirs[d], i);
-            if (make_dir(path, 0755, e) < 0)
+            if (make_dir(path, 0755, e) < 0 || (d == 0 && top_like(path, &k->set.overlay[i].top, e) < 0))
                 return -1;
         }
     }

@@ -82,6 +82,7 @@ int episode_start(struct keeper *k, struct err *e)
 {
     int sv[2];
     k->generation++;
+    k->episode++;
     if (upper_new(k, e) < 0)
         return -1;
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
@@ -107,6 +108,7 @@ int episode_start(struct keeper *k, struct err *e)
         episode_kill(k);
         return -1;
     }
+    ns_note(k);
     set_nonblock(sv[0]);
     if (loop_add(&k->loop, &k->init, sv[0], 1 /* EPOLLIN */, from_init, k) < 0)
         return fail(e, errno, "watch the episode's init");
@@ -136,15 +138,22 @@ void episode_kill(struct keeper *k)
 void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
 {
     struct err e = {0};
+    struct buf b = {0};
     unsigned old = k->generation;
+    uint64_t t0 = now_ns(), t1;
     (void)p;
     (void)n;
     episode_kill(k);
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
+    t1 = now_ns();
     if (episode_start(k, &e) < 0)
         conn_fail(&k->conn, channel, e.no, e.what);
+    else if (put_fmt(&b, TAG_FACT, "ns_end=%llu", (unsigned long long)(t1 - t0)) == 0 &&
+             put_fmt(&b, TAG_FACT, "ns_start=%llu", (unsigned long long)(now_ns() - t1)) == 0)
+        conn_send(&k->conn, T_REPLY, 0, channel, b.p, b.len);
     else
-        conn_send(&k->conn, T_REPLY, 0, channel, NULL, 0);
+        k->conn.broken = true; /* an answer may not be lost */
+    buf_free(&b);
     keeper_flush(k);
     upper_forget(k, old);
 }

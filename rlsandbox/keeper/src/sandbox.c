@@ -11,6 +11,7 @@
 #include <sys/resource.h>
 
 #include "sys.h"
+#include "worker.h"
 
 #ifndef RLS_HASH
 #define RLS_HASH "unknown"
@@ -210,6 +211,7 @@ int sandbox_main(int hub_fd, int client_fd)
         if (loop_turn(&k.loop, chan_timers(&k)) < 0)
             break;
         keeper_flush(&k);
+        helpers_reap(&k);
     }
     episode_kill(&k);
     return 0;

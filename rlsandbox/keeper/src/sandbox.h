@@ -2,6 +2,8 @@
  * It works on a stream pair and a prepared base and knows nothing of the hub but the socket it was configured by. */
 #ifndef RLS_SANDBOX_H
 #define RLS_SANDBOX_H
+#include <sys/stat.h>
+
 #include "frames.h"
 #include "loop.h"
 
@@ -11,12 +13,15 @@ enum {
     MAX_BINDS = 100,
     MAX_CHANNELS = 1024,
     TARGET_MAX = 512,
+    NS_KINDS = 8,
+    MAX_HELPERS = 64,
 };
 
 /* An overlay of the episode's view: `/` is number 0. Its lowers are mounts k/l/<first> .. */
 struct overlay {
     char target[TARGET_MAX];
     unsigned first, n;
+    struct stat top; /* of the topmost directory below the upper layer */
 };
 struct bind {
     char target[TARGET_MAX];
@@ -42,11 +47,15 @@ struct keeper {
     struct conn conn;
     struct src client, hub;
     struct settings set;
+    struct ns_seen { /* a namespace of the episode, and in which episode it was first seen */
+        uint64_t inode;
+        unsigned first;
+    } ns[NS_KINDS];
     struct buf facts; /* TLV facts for WELCOME */
     bool greeted;
     /* the episode */
-    unsigned generation;
-    pid_t init_pid;
+    unsigned generation, episode; /* of the upper layer; of the episode */
+    pid_t init_pid, helpers[MAX_HELPERS]; /* forked by the keeper for its own work; 0: none */
     int root_fd, proc_fd; /* O_PATH of the episode's / and /proc */
     bool foreign_proc;
     struct src init;
@@ -96,6 +105,7 @@ int episode_start(struct keeper *k, struct err *e);
 void episode_kill(struct keeper *k);
 
 /* view.c and episode.c: in the episode's init */
+int view_below(struct keeper *k, struct err *e); /* in a helper: what the upper layer covers; its root, opened */
 int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e);
 _Noreturn void episode_main(struct keeper *k, int ctl);
 
@@ -116,7 +126,10 @@ void ereq_push(struct keeper *k, struct ereq *r);
 void ereq_flush(struct keeper *k);
 void ereq_drop(struct ereq *r);
 
-/* files.c: outside operations that need no process */
+/* facts.c */
+extern const char *const ns_names[NS_KINDS];
+void ns_note(struct keeper *k); /* which namespaces this episode has */
+
 void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
 
 #endif

@@ -1,4 +1,6 @@
-/* Puts the episode's view together, in the episode's own mount namespace, and makes it the root. */
+/* Puts views together: the episode's, in its own mount namespace, where it becomes the root; and, for looking from
+ * outside, what lies below the episode's upper layer. */
+#include <sched.h>
 #include <stdio.h>
 #include <string.h>
 #include <sys/mount.h>
@@ -23,11 +25,22 @@ static int target_open(int root, const char *target, struct err *e)
     return fd;
 }
 
-static int overlay_mount(struct keeper *k, unsigned i, const char *at, struct err *e)
+/* relative to /k, for short names: without an upper layer where `upper` is false */
+static int overlay_mount(struct keeper *k, unsigned i, bool upper, const char *at, struct err *e)
 {
     char opt[4000]; /* the kernel takes one page */
     const struct overlay *o = &k->set.overlay[i];
-    int n = snprintf(opt, sizeof opt, "userxattr,upperdir=u/%u/u/%u,workdir=u/%u/w/%u,lowerdir=", k->generation, i, k->generation, i);
+    int n;
+    if (!upper && o->n + (i == 0) == 1) { /* an overlay without an upper layer needs two below */
+        path_join(opt, sizeof opt, o->n ? "l/%u" : "skel", o->first);
+        if (mount(opt, at, NULL, MS_BIND, NULL) < 0)
+            return fail(e, errno, "bind the base of %s", o->target);
+        return 0;
+    }
+    if (upper)
+        n = snprintf(opt, sizeof opt, "userxattr,upperdir=u/%u/u/%u,workdir=u/%u/w/%u,lowerdir=", k->generation, i, k->generation, i);
+    else
+        n = snprintf(opt, sizeof opt, "userxattr,lowerdir=");
     size_t at_opt = (size_t)n;
     for (unsigned j = 0; j < o->n; j++) {
         n = snprintf(opt + at_opt, sizeof opt - at_opt, "%sl/%u", j ? ":" : "", o->first + j);
@@ -40,7 +53,7 @@ static int overlay_mount(struct keeper *k, unsigned i, const char *at, struct er
         if (at_opt + (size_t)n >= sizeof opt)
             return fail(e, E2BIG, "name the %u lower directories of %s", o->n, o->target);
     }
-    if (mount("rls", at, "overlay", 0, opt) < 0)
+    if (mount("rls", at, "overlay", upper ? 0 : MS_RDONLY, opt) < 0)
         return fail(e, errno, "mount an overlay for %s (%u lower directories)", o->target, o->n);
     return 0;
 }
@@ -116,19 +129,20 @@ static int proc_guard(int root, int proc, struct err *e)
     return 0;
 }
 
-int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e)
+/* all overlays and binds; the root's descriptor, or -1 */
+static int trees_build(struct keeper *k, bool upper, struct err *e)
 {
     char path[64];
     if (chdir("/k") < 0)
         return fail(e, errno, "chdir to the keeper's directory");
-    if (overlay_mount(k, 0, "new", e) < 0)
+    if (overlay_mount(k, 0, upper, "new", e) < 0)
         return -1;
     int root = open("/k/new", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (root < 0)
         return fail(e, errno, "open the new root");
     for (unsigned i = 1; i < k->set.overlays; i++) {
-        if (chdir("/k") < 0 || overlay_mount(k, i, "m", e) < 0)
-            return fail(e, errno, "chdir to the keeper's directory");
+        if (overlay_mount(k, i, upper, "m", e) < 0)
+            return -1;
         int to = target_open(root, k->set.overlay[i].target, e);
         if (to < 0)
             return -1;
@@ -142,6 +156,22 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
         if (place(root, path, K_AT_RECURSIVE, K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV, k->set.bind[i].target, e) < 0)
             return -1;
     }
+    return root;
+}
+
+int view_below(struct keeper *k, struct err *e)
+{
+    if (unshare(CLONE_NEWNS) < 0)
+        return fail(e, errno, "make a mount namespace for the view below");
+    return trees_build(k, false, e);
+}
+
+int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e)
+{
+    char path[64];
+    int root = trees_build(k, true, e);
+    if (root < 0)
+        return -1;
     if (place(root, "/k/dev", K_AT_RECURSIVE, 0, "/dev", e) < 0 ||
         place(root, "/k/empty", 0, K_ATTR_RDONLY, "/sys", e) < 0)
         return -1;

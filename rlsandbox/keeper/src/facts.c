@@ -1,0 +1,549 @@
+/* INSPECT: what there is of an episode, seen from outside. Nothing here asks a process of the episode, and what is read
+ * of its /proc is the kernel's word. docs/protocol.md lists the facts. */
+#include <dirent.h>
+#include <mqueue.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/utsname.h>
+#include <sys/vfs.h>
+#include <sys/xattr.h>
+#include <time.h>
+
+#include "procs.h"
+#include "sys.h"
+#include "worker.h"
+
+const char *const ns_names[NS_KINDS] = {"pid", "mnt", "ipc", "net", "uts", "user", "cgroup", "time"};
+
+enum { MQUEUE_MAGIC = 0x19800202 };
+
+static int init_dir(struct keeper *k)
+{
+    char name[16];
+    path_join(name, sizeof name, "%d", k->foreign_proc ? (int)k->init_pid : 1);
+    int proc = procs_dir(k), fd = proc < 0 ? -1 : openat(proc, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    fd_close(&proc);
+    return fd;
+}
+
+void ns_note(struct keeper *k)
+{
+    char path[32];
+    struct stat st;
+    int dir = init_dir(k);
+    for (int i = 0; dir >= 0 && i < NS_KINDS; i++) {
+        path_join(path, sizeof path, "ns/%s", ns_names[i]);
+        uint64_t inode = fstatat(dir, path, &st, 0) == 0 ? st.st_ino : 0;
+        if (inode != k->ns[i].inode)
+            k->ns[i] = (struct ns_seen){inode, k->episode};
+    }
+    fd_close(&dir);
+}
+
+static void namespaces(struct worker *w)
+{
+    char path[32];
+    struct stat st;
+    for (int i = 0; i < NS_KINDS; i++) {
+        const struct ns_seen *s = &w->k->ns[i];
+        if (!s->inode)
+            continue;
+        path_join(path, sizeof path, "/proc/self/ns/%s", ns_names[i]);
+        fact(w, "ns");
+        field_s(w, ns_names[i]);
+        field_f(w, "%llu", (unsigned long long)s->inode);
+        field_f(w, "%u", s->first);
+        if (stat(path, &st) == 0 && st.st_ino == s->inode)
+            field_s(w, "shared");
+        fact_end(w);
+    }
+}
+
+/* ---- processes ---- */
+
+static void link_field(struct worker *w, int dir, const char *name)
+{
+    char to[4096];
+    ssize_t n = readlinkat(dir, name, to, sizeof to);
+    field(w, to, n > 0 ? (size_t)n : 0);
+}
+
+static void process(struct worker *w, int proc, const struct proc *p)
+{
+    char name[16], stat[1024], status[4096], *s, *uid;
+    static char argv[64 << 10];
+    path_join(name, sizeof name, "%d", (int)p->pid);
+    int dir = openat(proc, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir < 0)
+        return;
+    if (read_file_at(dir, "stat", stat, sizeof stat) > 0 && read_file_at(dir, "status", status, sizeof status) > 0) {
+        char *open = strchr(stat, '('), *close = strrchr(stat, ')');
+        uid = strstr(status, "\nUid:");
+        ssize_t n = read_file_at(dir, "cmdline", argv, sizeof argv);
+        fact(w, "process");
+        field_f(w, "%d", (int)p->pid);
+        field_f(w, "%d", (int)p->ppid);
+        field_f(w, "%ld", uid ? strtol(uid + 5, NULL, 10) : -1);
+        field(w, &p->state, 1);
+        s = open ? open + 1 : stat;
+        field(w, s, close && close > s ? (size_t)(close - s) : 0);
+        field(w, argv, n > 0 ? (size_t)n : 0);
+        link_field(w, dir, "exe");
+        link_field(w, dir, "cwd");
+        fact_end(w);
+    }
+    close(dir);
+}
+
+static bool helper(const struct keeper *k, pid_t pid)
+{
+    for (size_t i = 0; i < COUNT_OF(k->helpers); i++)
+        if (k->helpers[i] == pid)
+            return true;
+    return pid == getpid();
+}
+
+/* Children of the keeper that are neither this episode's first process nor helpers: what an earlier one left. */
+static void strays(struct worker *w)
+{
+    char path[64], text[4096], *s, *end;
+    struct procs ps = {0};
+    int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    path_join(path, sizeof path, "%d/task/%d/children", (int)getppid(), (int)getppid());
+    if (proc >= 0 && read_file_at(proc, path, text, sizeof text) > 0)
+        for (s = text;; s = end) {
+            pid_t pid = (pid_t)strtol(s, &end, 10);
+            if (end == s)
+                break;
+            if (pid == w->k->init_pid || helper(w->k, pid))
+                continue;
+            if (procs_read(proc, &ps) == 0 && procs_mark_tree(&ps, pid))
+                for (size_t i = 0; i < ps.n; i++)
+                    if (ps.p[i].in)
+                        process(w, proc, &ps.p[i]);
+        }
+    procs_free(&ps);
+    fd_close(&proc);
+}
+
+static void processes(struct worker *w)
+{
+    struct procs ps = {0};
+    int proc = procs_dir(w->k);
+    pid_t init = w->k->foreign_proc ? w->k->init_pid : 1;
+    if (proc >= 0 && procs_read(proc, &ps) == 0) {
+        procs_mark_tree(&ps, init);
+        for (size_t i = 0; i < ps.n; i++)
+            if (ps.p[i].pid != init && (ps.p[i].in || !w->k->foreign_proc))
+                process(w, proc, &ps.p[i]);
+    }
+    procs_free(&ps);
+    fd_close(&proc);
+    strays(w);
+}
+
+/* ---- the first process: what commands start from ---- */
+
+static void environment(struct worker *w, int dir)
+{
+    static char text[256 << 10];
+    ssize_t n = read_file_at(dir, "environ", text, sizeof text);
+    for (ssize_t at = 0; at < n;) {
+        size_t len = strnlen(text + at, (size_t)(n - at));
+        if (len) {
+            fact(w, "env");
+            field(w, text + at, len);
+            fact_end(w);
+        }
+        at += (ssize_t)len + 1;
+    }
+}
+
+static void directory(struct worker *w, int dir, const char *name, const struct stat *root)
+{
+    struct stat st;
+    fact(w, name);
+    link_field(w, dir, name);
+    field_s(w, fstatat(dir, name, &st, 0) == 0 && root && st.st_dev == root->st_dev && st.st_ino == root->st_ino ? "current" : "other");
+    fact_end(w);
+}
+
+static void descriptors(struct worker *w, int dir)
+{
+    int fd = openat(dir, "fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    while (d && (x = readdir(d))) {
+        char to[4096], *s;
+        if (x->d_name[0] == '.')
+            continue;
+        ssize_t n = readlinkat(dirfd(d), x->d_name, to, sizeof to - 1);
+        to[n > 0 ? n : 0] = 0;
+        if ((s = strstr(to, ":[")) && strncmp(to, "anon_inode:", 11)) /* socket:[123]: the number says nothing */
+            *s = 0;
+        fact(w, "fd");
+        field_s(w, x->d_name);
+        field_s(w, to);
+        fact_end(w);
+    }
+    if (d)
+        closedir(d);
+}
+
+static void limits(struct worker *w, int dir)
+{
+    char text[8192], *save = NULL;
+    if (read_file_at(dir, "limits", text, sizeof text) <= 0)
+        return;
+    char *line = strtok_r(text, "\n", &save); /* the heading */
+    while (line && (line = strtok_r(NULL, "\n", &save))) {
+        char name[27], soft[32], hard[32];
+        if (strlen(line) < 27)
+            continue;
+        memcpy(name, line, 26);
+        name[26] = 0;
+        for (size_t n = 26; n && name[n - 1] == ' '; n--)
+            name[n - 1] = 0;
+        if (sscanf(line + 26, "%31s %31s", soft, hard) != 2)
+            continue;
+        fact(w, "limit");
+        field_s(w, name);
+        field_s(w, soft);
+        field_s(w, hard);
+        fact_end(w);
+    }
+}
+
+static void status(struct worker *w, int dir)
+{
+    static const char *const wanted[] = {"Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"};
+    char text[8192], *save = NULL;
+    if (read_file_at(dir, "status", text, sizeof text) <= 0)
+        return;
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        char *colon = strchr(line, ':');
+        if (!colon)
+            continue;
+        *colon++ = 0;
+        while (*colon == '\t' || *colon == ' ')
+            colon++;
+        for (size_t i = 0; i < COUNT_OF(wanted); i++)
+            if (strcmp(line, wanted[i]) == 0) {
+                for (char *s = colon; *s; s++)
+                    if (*s == '\t')
+                        *s = ' ';
+                fact(w, "status");
+                field_s(w, line);
+                field_s(w, colon);
+                fact_end(w);
+            }
+    }
+}
+
+static void cgroups(struct worker *w, int dir)
+{
+    char text[8192], *save = NULL;
+    if (read_file_at(dir, "cgroup", text, sizeof text) <= 0)
+        return;
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        char *a = strchr(line, ':'), *b = a ? strchr(a + 1, ':') : NULL;
+        if (!b)
+            continue;
+        *b = 0;
+        fact(w, "cgroup");
+        field_s(w, b + 1);
+        field_s(w, a + 1);
+        fact_end(w);
+    }
+}
+
+/* ---- mounts ---- */
+
+static void mounts(struct worker *w, int dir)
+{
+    static char text[512 << 10];
+    char *save = NULL;
+    if (read_file_at(dir, "mountinfo", text, sizeof text) <= 0)
+        return;
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        char *f[32], *s2 = NULL;
+        size_t n = 0, dash = 0;
+        for (char *t = strtok_r(line, " ", &s2); t && n < COUNT_OF(f); t = strtok_r(NULL, " ", &s2)) {
+            if (!dash && n >= 6 && strcmp(t, "-") == 0)
+                dash = n;
+            f[n++] = t;
+        }
+        if (!dash || dash + 1 >= n)
+            continue;
+        fact(w, "mount");
+        field_s(w, f[4]);
+        field_s(w, f[dash + 1]);
+        field_s(w, f[5]);
+        field_s(w, f[3]);
+        field_s(w, dash > 6 ? f[6] : "-");
+        fact_end(w);
+    }
+}
+
+/* ---- files: the writable trees, and what lies below ---- */
+
+static void xattr_names(struct worker *w, int fd)
+{
+    char names[4096];
+    ssize_t n = flistxattr(fd, names, sizeof names);
+    struct buf b = {0};
+    for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1)
+        if (strncmp(names + at, "user.overlay.", 13) && (buf_add(&b, names + at, strlen(names + at)) < 0 || buf_add(&b, " ", 1) < 0))
+            break;
+    if (b.len)
+        field(w, b.p, b.len - 1);
+    else
+        field_s(w, "-");
+    buf_free(&b);
+}
+
+static void tree(struct worker *w, const char *name, int fd)
+{
+    struct stat st;
+    uint64_t n = 0;
+    if (fd < 0 || fstat(fd, &st) < 0)
+        return;
+    int again = openat(fd, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = again < 0 ? NULL : fdopendir(again);
+    struct dirent *x;
+    while (d && (x = readdir(d)))
+        n += strcmp(x->d_name, ".") && strcmp(x->d_name, "..");
+    if (d)
+        closedir(d);
+    fact(w, "upper");
+    field_s(w, name);
+    field_f(w, "%llu", (unsigned long long)n);
+    field_f(w, "%04o", st.st_mode & 07777);
+    field_f(w, "%u", st.st_uid);
+    field_f(w, "%u", st.st_gid);
+    xattr_names(w, fd);
+    fact_end(w);
+}
+
+int mqueue_open(struct keeper *k)
+{
+    struct statfs fs;
+    int fd = k_open_in(k->root_fd, "dev/mqueue", O_RDONLY | O_DIRECTORY, K_RESOLVE_IN_ROOT | K_RESOLVE_NO_SYMLINKS);
+    if (fd >= 0 && (fstatfs(fd, &fs) < 0 || fs.f_type != MQUEUE_MAGIC))
+        fd_close(&fd);
+    return fd;
+}
+
+static void trees(struct worker *w)
+{
+    char path[64];
+    int fd;
+    for (unsigned i = 0; i < w->k->set.overlays; i++) {
+        path_join(path, sizeof path, "/k/u/%u/u/%u", w->k->generation, i);
+        fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        tree(w, w->k->set.overlay[i].target, fd);
+        fd_close(&fd);
+    }
+    path_join(path, sizeof path, "/k/u/%u/shm", w->k->generation);
+    fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    tree(w, "/dev/shm", fd);
+    fd_close(&fd);
+    fd = mqueue_open(w->k);
+    tree(w, "/dev/mqueue", fd);
+    fd_close(&fd);
+}
+
+static void lower(struct worker *w, const char *target, const char *name, const struct stat *st)
+{
+    char path[TARGET_MAX + 300];
+    path_join(path, sizeof path, "%s%s%s", name && !strcmp(target, "/") ? "" : target, name ? "/" : "", name ? name : "");
+    fact(w, "lower");
+    field_s(w, path);
+    field_f(w, "%llu", (unsigned long long)st->st_dev);
+    field_f(w, "%llu", (unsigned long long)st->st_ino);
+    field_f(w, "%o", st->st_mode);
+    field_f(w, "%lld.%09ld", (long long)st->st_mtim.tv_sec, st->st_mtim.tv_nsec);
+    field_f(w, "%lld.%09ld", (long long)st->st_ctim.tv_sec, st->st_ctim.tv_nsec);
+    fact_end(w);
+}
+
+static void lower_dir(struct worker *w, const char *target, unsigned i)
+{
+    char path[64];
+    struct stat st;
+    path_join(path, sizeof path, "/k/l/%u", i);
+    int fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+    if (fd >= 0 && fstat(fd, &st) == 0) {
+        lower(w, target, NULL, &st);
+        DIR *d = S_ISDIR(st.st_mode) ? fdopendir(fd) : NULL;
+        struct dirent *x;
+        while (d && (x = readdir(d)))
+            if (x->d_name[0] != '.' || (x->d_name[1] && strcmp(x->d_name, "..")))
+                if (fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) == 0)
+                    lower(w, target, x->d_name, &st);
+        if (d) {
+            closedir(d);
+            return;
+        }
+    }
+    fd_close(&fd);
+}
+
+static void lowers(struct worker *w)
+{
+    for (unsigned i = 0; i < w->k->set.overlays; i++)
+        for (unsigned j = 0; j < w->k->set.overlay[i].n; j++)
+            lower_dir(w, w->k->set.overlay[i].target, w->k->set.overlay[i].first + j);
+    for (unsigned i = 0; i < w->k->set.binds; i++)
+        lower_dir(w, w->k->set.bind[i].target, w->k->set.bind[i].lower);
+}
+
+/* ---- ipc, keys, names ---- */
+
+static void sysv(struct worker *w, const char *kind, int size_at, int uid_at)
+{
+    static char text[256 << 10];
+    char path[32], *save = NULL;
+    path_join(path, sizeof path, "/proc/sysvipc/%s", kind);
+    if (read_file_at(AT_FDCWD, path, text, sizeof text) <= 0)
+        return;
+    char *line = strtok_r(text, "\n", &save); /* the heading */
+    while (line && (line = strtok_r(NULL, "\n", &save))) {
+        char *f[20], *s2 = NULL;
+        int n = 0;
+        for (char *t = strtok_r(line, " ", &s2); t && n < 20; t = strtok_r(NULL, " ", &s2))
+            f[n++] = t;
+        if (n <= uid_at)
+            continue;
+        fact(w, "ipc");
+        field_s(w, kind);
+        field_s(w, f[0]);
+        field_s(w, f[1]);
+        field_s(w, f[uid_at]);
+        field_s(w, f[2]);
+        field_s(w, f[size_at]);
+        fact_end(w);
+    }
+}
+
+static void queues(struct worker *w)
+{
+    int fd = mqueue_open(w->k);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    struct stat st;
+    while (d && (x = readdir(d))) {
+        if (x->d_name[0] == '.' || fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue;
+        fact(w, "ipc");
+        field_s(w, "mqueue");
+        field_s(w, "-");
+        field_s(w, x->d_name);
+        field_f(w, "%u", st.st_uid);
+        field_f(w, "%o", st.st_mode & 07777);
+        field_f(w, "%lld", (long long)st.st_size);
+        fact_end(w);
+    }
+    if (d)
+        closedir(d);
+}
+
+/* What the keeper itself can see: its session keyring is the one that every episode inherits. */
+static void keys(struct worker *w)
+{
+    static char text[64 << 10];
+    char *save = NULL;
+    if (read_file_at(AT_FDCWD, "/proc/keys", text, sizeof text) <= 0)
+        return;
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        char *f[9], *s = line;
+        int n = 0;
+        while (n < 8 && *s) {
+            f[n++] = s;
+            s += strcspn(s, " ");
+            while (*s == ' ')
+                *s++ = 0;
+        }
+        if (n < 8)
+            continue;
+        char *colon = strrchr(s, ':'); /* after it how much is in it */
+        fact(w, "key");
+        field_s(w, f[7]);
+        field(w, s, colon ? (size_t)(colon - s) : strlen(s));
+        field_s(w, f[0]);
+        field_s(w, f[4]);
+        fact_end(w);
+    }
+}
+
+static bool enter(int dir, const char *ns, int kind)
+{
+    char path[32];
+    path_join(path, sizeof path, "ns/%s", ns);
+    int fd = openat(dir, path, O_RDONLY | O_CLOEXEC);
+    bool ok = fd >= 0 && setns(fd, kind) == 0;
+    fd_close(&fd);
+    return ok;
+}
+
+void work_inspect(struct worker *w)
+{
+    struct keeper *k = w->k;
+    struct buf none = {0};
+    struct err e = {0};
+    struct stat root;
+    struct utsname uts;
+    int dir = init_dir(k);
+    if (dir < 0 || k->root_fd < 0 || fstat(k->root_fd, &root) < 0) {
+        fail(&e, ESRCH, "look at the episode: there is none");
+        worker_fail(w, &e);
+    }
+    fact(w, "episode");
+    field_f(w, "%u", k->episode);
+    fact_end(w);
+    layers_facts(w);
+    lowers(w);
+    trees(w);
+    mounts(w, dir);
+    namespaces(w);
+    processes(w);
+    environment(w, dir);
+    directory(w, dir, "cwd", &root);
+    directory(w, dir, "root", &root);
+    descriptors(w, dir);
+    limits(w, dir);
+    status(w, dir);
+    cgroups(w, dir);
+    keys(w);
+    if (!k->set.host_network) { /* else they are the machine's */
+        int net = openat(dir, "net", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (net < 0 || !enter(dir, "net", CLONE_NEWNET)) {
+            fail(&e, errno, "look at the episode's network");
+            worker_fail(w, &e);
+        }
+        facts_network(w, net);
+        close(net);
+    }
+    if (!enter(dir, "ipc", CLONE_NEWIPC)) {
+        fail(&e, errno, "look at the episode's IPC objects");
+        worker_fail(w, &e);
+    }
+    sysv(w, "shm", 3, 7);
+    sysv(w, "sem", 3, 4);
+    sysv(w, "msg", 3, 7);
+    queues(w);
+    if (enter(dir, "uts", CLONE_NEWUTS) && uname(&uts) == 0) {
+        fact(w, "uts");
+        field_s(w, uts.nodename);
+        field_s(w, uts.domainname);
+        fact_end(w);
+    }
+    fact(w, "time");
+    field_f(w, "%lld", (long long)time(NULL));
+    fact_end(w);
+    limits_facts(w);
+    worker_done(w, &none);
+}

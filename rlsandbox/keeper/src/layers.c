@@ -1,0 +1,6 @@
+#include "worker.h"
+
+void layers_facts(struct worker *w)
+{
+    (void)w;
+}

@@ -1,0 +1,6 @@
+#include "worker.h"
+
+void limits_facts(struct worker *w)
+{
+    (void)w;
+}

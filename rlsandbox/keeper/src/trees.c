@@ -1,0 +1,250 @@
+#include "trees.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/sysmacros.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+enum { ROOM = 64 << 10, XATTR_ROOM = 64 << 10 };
+static const char OVERLAY[] = "user.overlay.";
+
+bool is_whiteout(const struct stat *st)
+{
+    return S_ISCHR(st->st_mode) && st->st_rdev == 0;
+}
+
+bool is_opaque(int dir_fd)
+{
+    char v[4];
+    return fgetxattr(dir_fd, "user.overlay.opaque", v, sizeof v) == 1 && v[0] == 'y';
+}
+
+int open_dir(int dir, const char *name)
+{
+    return openat(dir, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+}
+
+bool same_meta(const struct stat *a, const struct stat *b)
+{
+    return a->st_mode == b->st_mode && a->st_uid == b->st_uid && a->st_gid == b->st_gid;
+}
+
+static bool same_time(const struct stat *a, const struct stat *b)
+{
+    return a->st_mtim.tv_sec == b->st_mtim.tv_sec && a->st_mtim.tv_nsec == b->st_mtim.tv_nsec;
+}
+
+/* Every attribute of `a` that is not the overlay's own has the same value in `b`; the number of them, -1 when not. */
+static int xattrs_within(int a, int b)
+{
+    static char names[XATTR_ROOM], va[XATTR_ROOM], vb[XATTR_ROOM];
+    ssize_t n = flistxattr(a, names, sizeof names);
+    int count = 0;
+    if (n < 0)
+        return errno == ENOTSUP || errno == EPERM ? 0 : -1;
+    for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
+        const char *name = names + at;
+        if (strncmp(name, OVERLAY, sizeof OVERLAY - 1) == 0)
+            continue;
+        ssize_t la = fgetxattr(a, name, va, sizeof va), lb = fgetxattr(b, name, vb, sizeof vb);
+        if (la < 0 || la != lb || memcmp(va, vb, (size_t)la))
+            return -1;
+        count++;
+    }
+    return count;
+}
+
+bool same_xattrs(int a, int b)
+{
+    int x = xattrs_within(a, b);
+    return x >= 0 && x == xattrs_within(b, a);
+}
+
+static bool same_bytes(int a, int b)
+{
+    static uint8_t ra[ROOM], rb[ROOM];
+    for (;;) {
+        ssize_t na = read_all(a, ra, sizeof ra), nb = read_all(b, rb, sizeof rb);
+        if (na < 0 || na != nb || memcmp(ra, rb, (size_t)na))
+            return false;
+        if (na < (ssize_t)sizeof ra)
+            return true;
+    }
+}
+
+bool same_node(int a, const char *name_a, const struct stat *sa, int b, const char *name_b, const struct stat *sb)
+{
+    if (!same_meta(sa, sb))
+        return false;
+    if (S_ISLNK(sa->st_mode)) {
+        char la[PATH_MAX], lb[PATH_MAX];
+        ssize_t na = readlinkat(a, name_a, la, sizeof la), nb = readlinkat(b, name_b, lb, sizeof lb);
+        return na >= 0 && na == nb && memcmp(la, lb, (size_t)na) == 0;
+    }
+    if (!same_time(sa, sb))
+        return false;
+    if (!S_ISREG(sa->st_mode))
+        return sa->st_rdev == sb->st_rdev;
+    if (sa->st_size != sb->st_size)
+        return false;
+    int fa = openat(a, name_a, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC), fb = openat(b, name_b, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    bool same = fa >= 0 && fb >= 0 && same_xattrs(fa, fb) && same_bytes(fa, fb);
+    fd_close(&fa);
+    fd_close(&fb);
+    return same;
+}
+
+static int remove_depth(int dir, const char *name, int depth)
+{
+    struct dirent *x;
+    if (unlinkat(dir, name, 0) == 0)
+        return 0;
+    if (errno != EISDIR && errno != EPERM)
+        return -1;
+    if (unlinkat(dir, name, AT_REMOVEDIR) == 0)
+        return 0;
+    if (errno != ENOTEMPTY && errno != EEXIST)
+        return -1;
+    if (depth >= TREE_DEPTH_MAX) {
+        errno = ELOOP;
+        return -1;
+    }
+    int fd = open_dir(dir, name);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    int r = 0;
+    if (!d)
+        return -1;
+    while (r == 0 && (errno = 0, x = readdir(d)))
+        if (strcmp(x->d_name, ".") && strcmp(x->d_name, ".."))
+            if (remove_depth(dirfd(d), x->d_name, depth + 1) < 0 && errno != ENOENT)
+                r = -1;
+    int no = errno;
+    closedir(d);
+    errno = no;
+    return r < 0 ? -1 : unlinkat(dir, name, AT_REMOVEDIR);
+}
+
+int remove_tree(int dir, const char *name)
+{
+    return remove_depth(dir, name, 0);
+}
+
+int copy_meta(int from_fd, int to_fd, const struct stat *st)
+{
+    static char names[XATTR_ROOM], value[XATTR_ROOM];
+    struct timespec t[2] = {st->st_atim, st->st_mtim};
+    if (fchown(to_fd, st->st_uid, st->st_gid) < 0 || fchmod(to_fd, st->st_mode & 07777) < 0)
+        return -1;
+    ssize_t n = flistxattr(from_fd, names, sizeof names);
+    for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
+        ssize_t v = fgetxattr(from_fd, names + at, value, sizeof value);
+        if (v < 0 || strncmp(names + at, OVERLAY, sizeof OVERLAY - 1) == 0)
+            continue;
+        if (fsetxattr(to_fd, names + at, value, (size_t)v, 0) < 0 && errno != ENOTSUP && errno != EPERM)
+            return -1;
+    }
+    return futimens(to_fd, t);
+}
+
+/* Holes stay holes. */
+static int copy_bytes(int from, int to, off_t size)
+{
+    static uint8_t room[ROOM];
+    off_t at = 0;
+    if (ftruncate(to, size) < 0)
+        return -1;
+    while (at < size) {
+        off_t data = lseek(from, at, SEEK_DATA);
+        if (data < 0)
+            return errno == ENXIO ? 0 : -1;
+        off_t hole = lseek(from, data, SEEK_HOLE);
+        if (hole < 0 || lseek(from, data, SEEK_SET) < 0 || lseek(to, data, SEEK_SET) < 0)
+            return -1;
+        for (at = data; at < hole;) {
+            ssize_t r = read(from, room, hole - at < ROOM ? (size_t)(hole - at) : ROOM);
+            if (r < 0 && errno == EINTR)
+                continue;
+            if (r < 0 || (r > 0 && write_all(to, room, (size_t)r) < 0))
+                return -1;
+            if (!r)
+                return 0;
+            at += r;
+        }
+    }
+    return 0;
+}
+
+static int copy_file(int from, const char *name, int to, const char *to_name, const struct stat *st)
+{
+    int a = openat(from, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC), b = -1, r = -1;
+    if (a >= 0)
+        b = openat(to, to_name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (b >= 0 && copy_bytes(a, b, st->st_size) == 0 && copy_meta(a, b, st) == 0)
+        r = 0;
+    int no = errno;
+    fd_close(&a);
+    fd_close(&b);
+    errno = no;
+    return r;
+}
+
+static int copy_dir(int from, const char *name, int to, const char *to_name, const struct stat *st, int depth)
+{
+    int a = open_dir(from, name), b = -1, r = 0;
+    struct dirent *x;
+    if (a < 0)
+        return -1;
+    if (mkdirat(to, to_name, 0700) < 0 || (b = open_dir(to, to_name)) < 0) {
+        close(a);
+        return -1;
+    }
+    DIR *d = fdopendir(a);
+    if (!d)
+        r = -1;
+    while (r == 0 && (errno = 0, x = readdir(d)))
+        if (strcmp(x->d_name, ".") && strcmp(x->d_name, ".."))
+            r = copy_tree(a, x->d_name, b, x->d_name, depth + 1);
+    if (r == 0)
+        r = copy_meta(a, b, st);
+    int no = errno;
+    if (d)
+        closedir(d);
+    else
+        close(a);
+    close(b);
+    errno = no;
+    return r;
+}
+
+int copy_tree(int from, const char *name, int to, const char *to_name, int depth)
+{
+    struct stat st;
+    char target[PATH_MAX];
+    if (fstatat(from, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+        return -1;
+    if (depth >= TREE_DEPTH_MAX) {
+        errno = ELOOP;
+        return -1;
+    }
+    if (S_ISREG(st.st_mode))
+        return copy_file(from, name, to, to_name, &st);
+    if (S_ISDIR(st.st_mode))
+        return copy_dir(from, name, to, to_name, &st, depth);
+    if (S_ISLNK(st.st_mode)) {
+        ssize_t n = readlinkat(from, name, target, sizeof target - 1);
+        if (n < 0)
+            return -1;
+        target[n] = 0;
+        if (symlinkat(target, to, to_name) < 0)
+            return -1;
+    } else if (mknodat(to, to_name, st.st_mode, st.st_rdev) < 0)
+        return -1;
+    struct timespec t[2] = {st.st_atim, st.st_mtim};
+    if (fchownat(to, to_name, st.st_uid, st.st_gid, AT_SYMLINK_NOFOLLOW) < 0)
+        return -1;
+    return utimensat(to, to_name, t, AT_SYMLINK_NOFOLLOW);
+}

@@ -1,0 +1,41 @@
+/* Work of the keeper's own, outside the episode, in a forked helper: it may block and may be killed. */
+#ifndef RLS_WORKER_H
+#define RLS_WORKER_H
+#include "command.h"
+
+struct worker {
+    struct keeper *k;
+    int in, out, result; /* content in (IMPORT), content out, and the answer */
+    const uint8_t *p;    /* the request's fields */
+    size_t n;
+    struct buf text;     /* not yet written */
+    bool in_line;
+};
+
+/* takes over the channel; `fn` runs in the helper */
+void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *));
+void helpers_reap(struct keeper *k);
+pid_t helper_fork(struct keeper *k); /* fork, remembered; in the child all else is still open */
+
+_Noreturn void worker_fail(struct worker *w, const struct err *e);
+_Noreturn void worker_done(struct worker *w, const struct buf *fields);
+void worker_write(struct worker *w, const void *p, size_t n); /* gathered; ends the helper when nobody reads */
+void worker_flush(struct worker *w);
+
+/* facts: a kind, fields, an end of line; fields are escaped */
+void fact(struct worker *w, const char *kind);
+void field(struct worker *w, const void *p, size_t n);
+void field_s(struct worker *w, const char *s);
+void field_f(struct worker *w, const char *fmt, ...) PRINTF(2, 3);
+void fact_end(struct worker *w);
+
+void work_inspect(struct worker *w);        /* facts.c */
+void work_changes(struct worker *w);        /* changes.c */
+void work_outside_read(struct worker *w);   /* outside.c */
+void work_outside_remove(struct worker *w); /* outside.c */
+void layers_facts(struct worker *w);        /* layers.c */
+void limits_facts(struct worker *w);        /* limits.c */
+int mqueue_open(struct keeper *k);          /* facts.c: the episode's message queues as a directory, or -1 */
+void facts_network(struct worker *w, int net); /* sockets.c: of /proc/<pid>/net */
+
+#endif
