@@ -35,14 +35,19 @@ def load_backend(name: str, options: Mapping[str, Any] | None = None) -> Backend
     factory = _factory(name)
     options = dict(options or {})
     try:
-        parameters = inspect.signature(factory).parameters
-    except (TypeError, ValueError):  # a callable that does not say
-        parameters = None
-    if parameters is not None and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        known = [p.name for p in parameters.values() if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        pass  # a callable that does not say what it takes
+    else:
+        kinds = signature.parameters.values()
+        known = [p.name for p in kinds if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         for option in options:
-            if option not in known:
+            if option not in known and not any(p.kind is p.VAR_KEYWORD for p in kinds):
                 raise ConfigError(f"backend {name!r} has no option {option!r}{nearest(option, known)}")
+        try:
+            signature.bind(**options)
+        except TypeError as error:
+            raise ConfigError(f"backend {name!r}: {error}") from None
     backend = factory(**options)
     if not isinstance(backend, Backend):
         raise ConfigError(

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._portal import AwaitableCM
+from ..backends.registry import load_backend
 from ..config import load_config
 from ..errors import ConfigError, PoolClosedError
 from ..hooks import Rollout, plugin_manager
@@ -96,7 +97,7 @@ class AsyncPool:
         }  # fmt: skip
         self.config = load_config(config, profile, given)
         choice = self.config.backend
-        self.backend = choice.instance or settings.make_backend(choice.name, dict(choice.options))
+        self.backend = choice.instance or load_backend(choice.name, choice.options)
         self._numbers = settings.numbers_of(self.config, self.backend)
         self.spec = self.config.spec
         self.plugins = plugin_manager(plugins, block=self.config.pool.block)

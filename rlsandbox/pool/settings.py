@@ -4,56 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .._settings import nearest
 from ..backends.base import Backend
 from ..config import Config
-from ..errors import ConfigError
 from ..spec import parse_size
 
 if TYPE_CHECKING:
     from ..backends.base import Capabilities
-
-GROUP = "rlsandbox.backends"
-_BUILT_IN = {"local": "Local", "kubernetes": "Kubernetes", "simulated": "Simulated"}
-_INSTALL = {"kubernetes": "pip install 'rlsandbox-pool[kubernetes]'"}
-
-
-def backend_names() -> list[str]:
-    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=GROUP))})
-
-
-def make_backend(name: str, options: dict[str, Any]) -> Backend:
-    """The backend called *name*, loaded now. Entry points come after the built-in ones.
-
-    Raises:
-        ConfigError: nobody knows the name, it cannot be loaded, or does not take the options.
-    """
-    if name in _BUILT_IN:
-        from .. import backends
-
-        try:
-            made: Any = getattr(backends, _BUILT_IN[name])
-        except ImportError as error:
-            raise ConfigError(
-                f"backend {name!r} cannot be loaded: {error}", hint=_INSTALL.get(name, "")
-            ) from error
-    else:
-        points = {point.name: point for point in entry_points(group=GROUP)}
-        if name not in points:
-            raise ConfigError(f"unknown backend {name!r}{nearest(name, backend_names())}")
-        try:
-            made = points[name].load()
-        except Exception as error:
-            raise ConfigError(f"backend {name!r} cannot be loaded: {error}") from error
-    try:
-        backend: Backend = made(**options)
-    except TypeError as error:
-        raise ConfigError(f"backend {name!r}: {error}") from None
-    return backend
-
 
 @dataclass(frozen=True)
 class Numbers:

@@ -27,15 +27,21 @@ class Mine(Backend):
     async def list(self, labels: Any) -> Any: ...
 
 
+class Needy(Mine):
+    def __init__(self, *, where: str) -> None:
+        super().__init__()
+
+
 @pytest.fixture
 def mine(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("third_party_backend")
-    module.Mine = Mine  # type: ignore[attr-defined]
+    module.Mine, module.Needy = Mine, Needy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     points = [
         importlib.metadata.EntryPoint("mine", "third_party_backend:Mine", "rlsandbox.backends"),
         importlib.metadata.EntryPoint("gone", "no_such_package_here:X", "rlsandbox.backends"),
         importlib.metadata.EntryPoint("misspelt", "third_party_backend:Mime", "rlsandbox.backends"),
+        importlib.metadata.EntryPoint("needy", "third_party_backend:Needy", "rlsandbox.backends"),
         importlib.metadata.EntryPoint("other", "builtins:dict", "rlsandbox.backends"),
     ]
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
@@ -57,6 +63,7 @@ def test_a_third_party_backend_gets_its_options(mine: object) -> None:
         ("mine", {"dept": 1}, ConfigError, "backend 'mine' has no option 'dept': did you mean 'depth'"),
         ("gone", {}, UnsupportedError, "backend 'gone' cannot be loaded: .*pip install no_such_package_here"),
         ("misspelt", {}, ConfigError, "third_party_backend has no 'Mime'"),
+        ("needy", {}, ConfigError, "backend 'needy': missing a required .*'where'"),
         ("other", {}, ConfigError, "did not make a Backend but dict"),
     ],
 )
