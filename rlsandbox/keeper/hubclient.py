@@ -29,11 +29,14 @@ _Answer = tuple[Fields, int]
 class HubClient:
     """Start one with ``await HubClient.start(binary)``; all methods belong to its event loop."""
 
-    def __init__(self, process: subprocess.Popen[bytes] | None, sock: socket.socket) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | None, sock: socket.socket, said: int = -1) -> None:
         self.loop = asyncio.get_running_loop()
         self.process = process
         self.facts: dict[str, str] = {}
         self.lost: asyncio.Future[ProvisionError] = self.loop.create_future()
+        self.said = ""
+        """The last line that it wrote to its stderr, once it has ended."""
+        self._said = said
         self._sock = sock
         self._decoder = Decoder()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
@@ -57,6 +60,7 @@ class HubClient:
             UnsupportedError: it speaks another version.
         """
         mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        said = os.memfd_create("rlsandbox-hub", os.MFD_CLOEXEC)
         try:
             with theirs:
                 # The descriptor's number is told, not fixed: stdin would be lost to a reader of it.
@@ -64,6 +68,7 @@ class HubClient:
                     [str(binary), *args, "--fd", str(theirs.fileno()), "--client", str(os.getpid())],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
+                    stderr=said,
                     pass_fds=(theirs.fileno(),),
                     env={"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"},
                     cwd="/",
@@ -71,6 +76,7 @@ class HubClient:
                 )
         except OSError as error:
             mine.close()
+            os.close(said)
             raise ProvisionError(
                 f"the keeper could not be started: {binary}: {error.strerror}",
                 retryable=False,
@@ -78,8 +84,9 @@ class HubClient:
             ) from error
         except BaseException:
             mine.close()
+            os.close(said)
             raise
-        self = cls(process, mine)
+        self = cls(process, mine, said)
         try:
             self._send(encode_message(Type.HELLO, 0, encode_fields({"version": VERSION})))
             async with asyncio.timeout(timeout):
@@ -87,6 +94,13 @@ class HubClient:
         except TimeoutError:
             await self.aclose()
             raise ProvisionError(f"the keeper's hub did not answer within {timeout:g} s") from None
+        except ProvisionError as error:
+            await self.aclose()  # now it has ended, and said why
+            if not self.said:
+                raise
+            raise ProvisionError(
+                f"the keeper could not start: {self.said}", kind="hub_failed", retryable=False
+            ) from error
         except BaseException:
             await self.aclose()
             raise
@@ -164,6 +178,12 @@ class HubClient:
             except asyncio.CancelledError:
                 cancelled = True  # a hub that outlives us would hold sandboxes: see it end first
             delay = min(delay * 2, 0.05)
+        if self._said >= 0:
+            size = os.lseek(self._said, 0, os.SEEK_END)
+            lines = os.pread(self._said, 4096, max(0, size - 4096)).decode(errors="replace").splitlines()
+            self.said = lines[-1].removeprefix("keeper hub: ") if lines else ""
+            os.close(self._said)
+            self._said = -1
         if cancelled:
             raise asyncio.CancelledError
 

@@ -1,25 +1,78 @@
-"""What to do when the machine does not let a sandbox be made: from what was tried to one sentence."""
+"""What to do when the machine does not let a sandbox be made: from what the keeper said to one sentence."""
 
 from __future__ import annotations
 
 import errno
+import os
+from pathlib import Path
+
+# A switch that forbids user namespaces, the value that does, and what to set instead.
+SWITCHES = (
+    ("user.max_user_namespaces", "0", "65536"),
+    ("kernel.unprivileged_userns_clone", "0", "1"),
+    ("kernel.apparmor_restrict_unprivileged_userns", "1", "0"),
+)
+_UNCONFINED = "--security-opt seccomp=unconfined --security-opt apparmor=unconfined"
+DOCKER_USERNS = f"docker run {_UNCONFINED} (podman: the same)"
+DOCKER_MOUNTS = (
+    f"docker run --cap-add SYS_ADMIN {_UNCONFINED} --security-opt systempaths=unconfined "
+    "(podman: --cap-add SYS_ADMIN --security-opt seccomp=unconfined --security-opt unmask=ALL)"
+)
+POD = "a pod: hostUsers: false, capabilities add SYS_ADMIN, seccompProfile Unconfined, procMount Unmasked"
 
 
-def advice(code: int, what: str) -> str:
-    """The remedy for errno *code* when *what* was tried; empty when there is no known one."""
-    text = what.lower()
-    if "user namespace" in text or "newuser" in text:
-        if code == errno.ENOSPC:
-            return "user namespaces are switched off here: sysctl -w user.max_user_namespaces=65536"
-        if code in (errno.EPERM, errno.EACCES):
-            return (
-                "user namespaces are forbidden here: sysctl -w kernel.unprivileged_userns_clone=1 "
-                "kernel.apparmor_restrict_unprivileged_userns=0 (those that exist), or run as root; in a "
-                "container start it with --security-opt seccomp=unconfined --security-opt apparmor=unconfined"
-            )
-    if code == errno.EPERM and ("mount" in text or "proc" in text):
-        return (
-            "mounting is forbidden here: in a container start it with --cap-add SYS_ADMIN --security-opt "
-            "seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined"
-        )
+def container() -> str:
+    """The kind of container that this process runs in; empty when none is recognised."""
+    if os.environ.get("KUBERNETES_SERVICE_HOST"):
+        return "pod"
+    if os.path.exists("/run/.containerenv"):
+        return "podman"
+    if os.path.exists("/.dockerenv"):
+        return "docker"
+    return os.environ.get("container", "")  # noqa: SIM112 - so named by systemd, LXC and enroot
+
+
+def closed_switches(root: str = "/proc/sys") -> list[str]:
+    """``name=value`` to set for each switch of this machine that forbids user namespaces."""
+    found = []
+    for name, forbids, allows in SWITCHES:
+        try:
+            value = Path(root, name.replace(".", "/")).read_text().strip()
+        except OSError:
+            continue
+        if value == forbids:
+            found.append(f"{name}={allows}")
+    return found
+
+
+def user_namespaces() -> str:
+    """How to allow user namespaces here."""
+    switches = closed_switches()
+    if switches:
+        return f"sysctl -w {' '.join(switches)} (and the same in /etc/sysctl.d to keep it)"
+    kind = container()
+    if kind == "pod":
+        return POD
+    if kind:
+        return f"start the container with: {DOCKER_USERNS}"
+    return "allow user namespaces for this user (sysctl, AppArmor or SELinux policy), or run as root"
+
+
+def mounts() -> str:
+    """How to allow a sandbox's mounts here."""
+    if container() == "pod":
+        return POD
+    return f"in a container start it with: {DOCKER_MOUNTS}; on a bare machine run as root or look at its LSM"
+
+
+def advice(said: str) -> str:
+    """The remedy for what the keeper said it could not do; empty when there is none to tell."""
+    text = said.lower()
+    forbidden = any(os.strerror(code).lower() in text for code in (errno.EPERM, errno.EACCES, errno.ENOSPC))
+    if not forbidden:
+        return ""
+    if "user namespace" in text or "uid_map" in text or "own user id" in text:
+        return user_namespaces()
+    if "mount" in text or "pivot_root" in text or "clone" in text:
+        return mounts() if os.strerror(errno.ENOSPC).lower() not in text else ""
     return ""

@@ -16,9 +16,10 @@ import warnings
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError, ProvisionError, SandboxDiedError, UnsupportedError
+from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...keeper.connection import KeeperFailure, facts_of
 from ...keeper.hubclient import HubClient
@@ -26,7 +27,8 @@ from ...keeper.wire import Tag
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member
 from . import limits
-from .ids import IdMap, detect
+from .advice import advice
+from .ids import chosen
 from .roots import Root, Roots
 
 log = logging.getLogger("rlsandbox.local")
@@ -195,17 +197,24 @@ class Local(Backend):
                 self._places.clear()
             if self._hub is None:
                 binary = await asyncio.to_thread(keeper_binary)
-                self._hub = await HubClient.start(binary)
-                self._roots = Roots(self._ids(self._hub))
+                self._hub = await self._start(binary)
+                # Files on disk must fit the map of ids that the hub has chosen.
+                self._roots = Roots(chosen(self._hub.facts.get("ids", "")))
             return self._hub
 
     @staticmethod
-    def _ids(hub: HubClient) -> IdMap:
-        """The map that the hub has chosen; files on disk must fit it."""
-        ids = detect()
-        if ids.kind == "range" and hub.facts.get("ids") == "one":
-            return ids.alone()
-        return ids
+    async def _start(binary: Path) -> HubClient:
+        try:
+            return await HubClient.start(binary)
+        except ProvisionError as error:
+            hint = advice(error.message)
+            if error.kind != "hub_failed":
+                raise
+            raise UnsupportedError(
+                f"no sandbox can be made on this machine: {error.message}",
+                phase="provision",
+                hint=hint or "rlsandbox doctor",
+            ) from error
 
     def _filled(self, spec: Spec) -> Spec:
         return spec if spec.image is not None or self._base is None else Spec(image=self._base).over(spec)
@@ -243,11 +252,10 @@ class Local(Backend):
         }
 
 
-def _explained(error: KeeperFailure) -> ProvisionError:
+def _explained(error: KeeperFailure) -> SandboxError:
     """What the hub could not do, with what to do about it."""
-    from .advice import advice
-
-    hint = advice(error.errno, error.what)
-    cls = UnsupportedError if hint else ProvisionError
     text = f"a sandbox could not be made: {error.message}"
-    return cls(text, phase="provision", hint=hint or "rlsandbox doctor", retryable=not hint)  # type: ignore[return-value]
+    hint = advice(error.message)
+    if hint:
+        return UnsupportedError(text, phase="provision", hint=hint)
+    return ProvisionError(text, hint="rlsandbox doctor")

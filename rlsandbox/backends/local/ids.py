@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 from dataclasses import dataclass
 
@@ -39,15 +40,11 @@ class IdMap:
         """Whether files are made and removed from within a user namespace of this map."""
         return self.kind == "range"
 
-    def alone(self) -> IdMap:
-        """This map without its range."""
-        return IdMap("one", self.uids[:1], self.gids[:1])
-
 
 def detect() -> IdMap:
     """The best map that this process could have; the keeper's hub decides which one it is."""
     uid, gid = os.geteuid(), os.getegid()
-    if uid == 0:
+    if uid == 0 and _may_administer():
         return IdMap("real")
     name = _name(uid)
     ranges = [_subordinate(path, name, uid) for path in ("/etc/subuid", "/etc/subgid")]
@@ -55,6 +52,23 @@ def detect() -> IdMap:
         (ustart, ucount), (gstart, gcount) = (found for found in ranges if found is not None)
         return IdMap("range", ((0, uid, 1), (1, ustart, ucount)), ((0, gid, 1), (1, gstart, gcount)))
     return IdMap("one", ((0, uid, 1),), ((0, gid, 1),))
+
+
+def chosen(told: str) -> IdMap:
+    """The map that the hub has *told* of (``idmapped``, ``range`` or ``one``)."""
+    ids = detect()
+    if told == "one":
+        uid, gid = os.geteuid(), os.getegid()
+        return IdMap("one", ((0, uid, 1),), ((0, gid, 1),))
+    return ids
+
+
+def _may_administer() -> bool:
+    """Whether this root has CAP_SYS_ADMIN: a container's often has not, and is then like any user."""
+    with open("/proc/self/status") as file:
+        text = file.read()
+    effective = re.search(r"^CapEff:\s*([0-9a-f]+)", text, re.MULTILINE)
+    return effective is None or bool(int(effective.group(1), 16) >> 21 & 1)
 
 
 def _name(uid: int) -> str:

@@ -96,16 +96,36 @@ static pid_t holder(int *go, struct err *e)
     return pid;
 }
 
-static int map_range(pid_t pid, const char *file, unsigned long base, struct err *e)
+/* How many ids from 0 on this process has itself: all on a bare machine, fewer in a container of an ordinary user.
+ * `map` becomes one that gives the first RANGE of them to a namespace below; no extent of it may span two of ours. */
+static unsigned long own_ids(const char *file, char *map, size_t cap)
 {
-    char path[64], map[64];
+    char path[64];
+    unsigned long first, outside, n, have = 0;
+    size_t at = 0;
+    path_join(path, sizeof path, "/proc/self/%s", file);
+    FILE *f = fopen(path, "re");
+    *map = 0;
+    while (f && fscanf(f, "%lu %lu %lu", &first, &outside, &n) == 3 && first == have) {
+        unsigned long part = first >= RANGE ? 0 : n < RANGE - first ? n : RANGE - first;
+        if (part && at < cap)
+            at += (size_t)snprintf(map + at, cap - at, "%lu %lu %lu\n", first, first, part);
+        have += n;
+    }
+    if (f)
+        fclose(f);
+    return have;
+}
+
+static int map_ids(pid_t pid, const char *file, const char *map, struct err *e)
+{
+    char path[64];
     path_join(path, sizeof path, "/proc/%d/%s", (int)pid, file);
-    path_join(map, sizeof map, "0 %lu %d", base, RANGE);
-    return write_file(path, map) < 0 ? fail(e, errno, "map %d ids from %lu (%s)", RANGE, base, file) : 0;
+    return write_file(path, map) < 0 ? fail(e, errno, "write %s of the sandboxes' user namespace", file) : 0;
 }
 
 /* a user namespace with both maps, as a descriptor */
-static int userns_make(unsigned long ubase, unsigned long gbase, struct err *e)
+static int userns_make(const char *umap, const char *gmap, struct err *e)
 {
     char path[64];
     int go = -1, fd = -1;
@@ -113,7 +133,7 @@ static int userns_make(unsigned long ubase, unsigned long gbase, struct err *e)
     if (pid < 0)
         return -1;
     path_join(path, sizeof path, "/proc/%d/ns/user", (int)pid);
-    if (map_range(pid, "uid_map", ubase, e) == 0 && map_range(pid, "gid_map", gbase, e) == 0 &&
+    if (map_ids(pid, "uid_map", umap, e) == 0 && map_ids(pid, "gid_map", gmap, e) == 0 &&
         (fd = open(path, O_RDONLY | O_CLOEXEC)) < 0)
         fail(e, errno, "open the user namespace");
     close(go);
@@ -130,18 +150,31 @@ static bool idmap_works(int userns)
     return ok;
 }
 
+/* 1: this root has too few ids for that, as in a user namespace of one */
 static int as_root(struct hub *h, struct err *e)
 {
+    char own_umap[512], own_gmap[512];
+    unsigned long have_u = own_ids("uid_map", own_umap, sizeof own_umap), have_g = own_ids("gid_map", own_gmap, sizeof own_gmap);
+    if (have_u < RANGE || have_g < RANGE)
+        return 1;
     unsigned long nu = RANGE, ng = RANGE, ubase = sub_range("/etc/subuid", "root", 0, &nu), gbase = sub_range("/etc/subgid", "root", 0, &ng);
-    h->userns = userns_make(ubase ? ubase : DEFAULT_BASE, gbase ? gbase : DEFAULT_BASE, e);
-    if (h->userns < 0)
-        return -1;
-    strcpy(h->ids, "idmapped");
-    if (!idmap_works(h->userns)) { /* an overlay root for one: then ids are the machine's, rights are not */
+    ubase = ubase ? ubase : DEFAULT_BASE;
+    gbase = gbase ? gbase : DEFAULT_BASE;
+    char umap[64], gmap[64];
+    if (have_u >= ubase + RANGE && have_g >= gbase + RANGE) {
+        path_join(umap, sizeof umap, "0 %lu %d", ubase, RANGE);
+        path_join(gmap, sizeof gmap, "0 %lu %d", gbase, RANGE);
+        h->userns = userns_make(umap, gmap, e);
+        if (h->userns < 0)
+            return -1;
+        strcpy(h->ids, "idmapped");
+        if (idmap_works(h->userns))
+            return 0;
         fd_close(&h->userns);
-        h->userns = userns_make(0, 0, e);
-        strcpy(h->ids, "range");
     }
+    /* an overlay root for one cannot be mapped, a container has no other range: then ids are its own, rights are not */
+    h->userns = userns_make(own_umap, own_gmap, e);
+    strcpy(h->ids, "range");
     return h->userns < 0 ? -1 : 0;
 }
 
@@ -226,10 +259,11 @@ int ids_setup(struct hub *h, struct err *e)
 {
     h->userns = -1;
     if (geteuid() == 0) {
-        if (unshare(CLONE_NEWNS) == 0)
-            return as_root(h, e);
-        if (errno != EPERM)
+        int r = unshare(CLONE_NEWNS);
+        if (r < 0 && errno != EPERM)
             return fail(e, errno, "make a mount namespace");
+        if (r == 0 && (r = as_root(h, e)) <= 0)
+            return r;
     }
     if (as_user(h, e) < 0)
         return -1;
