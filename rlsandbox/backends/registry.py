@@ -1,4 +1,4 @@
-"""Backends by name: built-in ones and those of the entry-point group ``rlsandbox.backends``, loaded when named."""
+"""Backends by name: built-in ones and those of entry points ``rlsandbox.backends``, loaded when named."""
 
 from __future__ import annotations
 

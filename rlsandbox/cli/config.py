@@ -1,0 +1,48 @@
+"""``rlsandbox config``: which settings apply, and why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ..config import load_config
+from .common import console, json_option, print_json, with_config
+
+
+@click.group()
+def command() -> None:
+    """Settings: arguments over RLSANDBOX_* variables over files."""
+
+
+@command.command()
+@with_config
+@json_option
+def show(config_file: str | None, profile: str | None, as_json: bool) -> None:
+    """Each value and where it came from."""
+    config = load_config(config_file, profile)
+    rows = config.rows()
+    if as_json:
+        values = [{"key": key, "value": value, "source": source} for key, value, source in rows]
+        print_json({"files": config.files, "profile": config.profile, "settings": values})
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", "from")
+    for key, value, source in rows:
+        style = "dim" if source == "default" else ""
+        table.add_row(Text(key, style), Text(_shown(value), style), Text(source, style))
+    out = console()
+    out.print(table)
+    out.print(f"files: {', '.join(config.files) or 'none was found'}", markup=False)
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, (tuple, list)):
+        return ", ".join(map(str, value)) or "-"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={item}" for key, item in value.items()) or "-"
+    return str(value)

@@ -1,0 +1,68 @@
+"""``rlsandbox reap``: what dead runs left on this machine (or in a cluster), and its removal."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import click
+
+from ..errors import ConfigError, UnsupportedError
+from .common import console, json_option, print_json
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+@click.command()
+@click.option("--older-than", metavar="TIME", help="Only what is older: 90s, 30m, 1h, 2d.")
+@click.option("--dry-run", is_flag=True, help="Only say what there is.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--backend", default="local", show_default=True, metavar="NAME")
+@json_option
+def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_json: bool) -> int:
+    """Remove what dead runs have left: directories, control groups, sandboxes. Live runs are never touched."""
+    if backend != "local":
+        raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local")
+    from ..backends.local.state import leftovers, reap
+
+    limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
+    found = [item for item in leftovers() if time.time() - item.path.stat().st_mtime >= limit]
+    if limit and len(found) < len(leftovers()) and not dry_run:
+        raise ConfigError(
+            "some of what dead runs left is younger", hint="leave --older-than out to remove all, or use --dry-run"
+        )
+    rows = [{"run": item.run, "pid": item.pid, "path": str(item.path), "groups": len(item.groups)} for item in found]
+    if not as_json:
+        _print(rows)
+    removed: list[str] = []
+    kept: list[str] = []
+    if found and not dry_run:
+        if not yes and not click.confirm(f"Remove {len(found)}?", err=True):
+            return 1
+        gone, left = reap()
+        removed, kept = [item.run for item in gone], [item.run for item in left]
+    if as_json:
+        print_json({"found": rows, "removed": removed, "kept": kept, "dry_run": dry_run})
+    elif removed or kept:
+        click.echo(f"removed {len(removed)}" + (f", could not remove {', '.join(kept)}" if kept else ""))
+    return int(bool(kept))
+
+
+def parse_duration(text: str, what: str) -> float:
+    """Seconds of ``90s``, ``30m``, ``1h``, ``2d`` or a plain number of seconds."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smhd]?)\s*", text)
+    if match is None:
+        raise ConfigError(f"{what} must be a time such as 90s, 30m, 1h or 2d, not {text!r}")
+    return float(match.group(1)) * _UNITS[match.group(2) or "s"]
+
+
+def _print(rows: list[dict[str, object]]) -> None:
+    from rich.table import Table
+
+    if not rows:
+        click.echo("nothing is left of dead runs")
+        return
+    table = Table("run", "process", "control groups", "directory")
+    for row in rows:
+        table.add_row(str(row["run"]), str(row["pid"]), str(row["groups"]), str(row["path"]))
+    console().print(table)

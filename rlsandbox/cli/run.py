@@ -1,0 +1,171 @@
+"""``rlsandbox run``: tasks, a policy, a pool; numbers on the terminal, in JSON and as a plot."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import ConfigError, UnsupportedError
+from ..task import Task
+from .common import console, json_option, pool_arguments, pool_options, print_json, with_image, writable_file
+from .policy import find_policy
+
+if TYPE_CHECKING:
+    from ..ledger.report import Report
+
+
+@click.command()
+@click.option("--tasks", "source", default="demo", show_default=True, metavar="SOURCE",
+              help="demo, humaneval, a .jsonl or .toml file, or a directory.")  # fmt: skip
+@click.option("--policy", "policy_name", default="canonical", show_default=True, metavar="NAME",
+              help="canonical, broken, or a callable as pkg.mod:fn.")  # fmt: skip
+@click.option("--limit", type=int, metavar="N", help="The first N tasks only.")
+@click.option("--group-size", type=int, default=1, show_default=True, metavar="G", help="Rollouts of each task.")
+@click.option("--concurrency", type=int, metavar="N", help="Rollouts at once; default: the pool's ceiling.")
+@click.option("--retries", type=int, default=2, show_default=True, metavar="N", help="New attempts after failures.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Of one rollout, retries included.")
+@click.option("--resume", is_flag=True, help="With --run NAME: leave out what that run has completed.")
+@click.option("--plot", "plot_file", metavar="FILE", help="TTFC distribution and timeline (.png, .svg, .pdf).")
+@click.option("--require-coverage", type=float, metavar="SHARE", help="Exit 1 when fewer rollouts completed.")
+@click.option("--require-reward", type=float, metavar="MEAN", help="Exit 1 when the mean reward is lower.")
+@click.option("--progress/--no-progress", default=None, help="Progress bar; default: on a terminal.")
+@pool_options
+@json_option
+def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int:
+    """Run tasks with a policy and say what came of it.
+
+    Exit status: 0 when every rollout completed (or --require-coverage is met); 1 when not; 2 when what was asked
+    for is wrong.
+    """
+    for name in ("require_coverage", "require_reward"):
+        if options[name] is not None and not 0 <= options[name] <= 1 and name == "require_coverage":
+            raise ConfigError(f"--require-coverage must be a share from 0 to 1, not {options[name]}")
+    policy = find_policy(policy_name)
+    plot_file = writable_file(options["plot_file"], "--plot")
+    if plot_file is not None:
+        _require_plots()
+    from ..tasks import load_tasks
+
+    tasks = with_image(load_tasks(source, limit=options["limit"]), options["image"])
+    if options["resume"] and options["run_name"] is None:
+        raise ConfigError("--resume needs --run NAME: the run that is to be gone on with")
+    rollouts = len(tasks) * max(1, options["group_size"])
+    arguments, config = pool_arguments(options, at_most=rollouts)
+    plan = {
+        "group_size": options["group_size"],
+        "concurrency": options["concurrency"],
+        "retries": options["retries"],
+        "timeout": options["timeout"],
+        "resume": options["resume"],
+        "progress": options["progress"],
+    }
+    report, facts = _run(tasks, policy, arguments, plan)
+    if plot_file is not None:
+        report.plot(plot_file)
+    unmet = _unmet(report, options["require_coverage"], options["require_reward"])
+    heading = {
+        "tasks": len(tasks),
+        "rollouts": report.requested,
+        "source": source,
+        "policy": policy_name,
+        "backend": config.backend.name,
+        "run": facts["run"],
+        "ledger": facts["ledger"],
+        "plot": None if plot_file is None else str(plot_file),
+    }
+    if as_json:
+        told = {**heading, **report.to_dict(), "metrics": facts["metrics"], "pool": facts["stats"]}
+        print_json({**told, "unmet": unmet, "exit_status": int(bool(unmet))})
+    else:
+        _print(heading, report, facts, unmet)
+    return int(bool(unmet))
+
+
+def _run(
+    tasks: list[Task], policy: Callable[..., Any], arguments: dict[str, Any], plan: dict[str, Any]
+) -> tuple[Report, dict[str, Any]]:
+    """The rollouts in a pool of their own; everything is told before it closes and forgets."""
+    import rlsandbox
+
+    call = getattr(policy, "__call__", None)  # noqa: B004 (an object with an async __call__)
+    if inspect.iscoroutinefunction(policy) or inspect.iscoroutinefunction(call):
+
+        async def run_async() -> tuple[Report, dict[str, Any]]:
+            async with rlsandbox.AsyncPool(**arguments) as pool:
+                report = await pool.run_rollouts(tasks, policy, **plan)
+                return report, _facts(pool)
+
+        return asyncio.run(run_async())
+    with rlsandbox.Pool(**arguments) as pool:
+        report = pool.run_rollouts(tasks, policy, **plan)
+        return report, _facts(pool)
+
+
+def _facts(pool: Any) -> dict[str, Any]:
+    from ..metrics.table import metrics_table
+
+    stats = pool.stats()
+    return {
+        "run": pool.run,
+        "ledger": str(pool.report().where) if hasattr(pool.report(), "where") else None,
+        "metrics": pool.metrics.to_dict(),
+        "stats": dataclasses.asdict(stats),
+        "table": metrics_table(pool, title="times (s)"),
+    }
+
+
+def _unmet(report: Report, coverage: float | None, reward: float | None) -> list[str]:
+    """Why the exit status is not 0."""
+    unmet = []
+    if coverage is not None:
+        if report.coverage < coverage:
+            unmet.append(f"coverage {report.coverage:.4f} is below {coverage:g}")
+    elif report.completed < report.requested:
+        unmet.append(f"{report.requested - report.completed} of {report.requested} rollouts did not complete")
+    if reward is not None and (report.mean_reward is None or report.mean_reward < reward):
+        got = "there is no reward" if report.mean_reward is None else f"mean reward {report.mean_reward:.4f}"
+        unmet.append(f"{got}, {reward:g} is required")
+    return unmet
+
+
+def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet: list[str]) -> None:
+    from rich.table import Table
+
+    out = console()
+    out.print(
+        f"[bold]{heading['rollouts']} rollouts[/bold] of {heading['tasks']} tasks ({heading['source']}), "
+        f"policy {heading['policy']}, backend {heading['backend']}, run {heading['run']}"
+    )
+    report.print(out)
+    out.print(facts["table"])
+    stats = facts["stats"]
+    events = Table(title="sandboxes", title_justify="left")
+    for name in ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims"):
+        events.add_column(name.replace("_", " "), justify="right")
+    events.add_row(*(f"{stats.get(name, 0):,}" for name in
+                     ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims")))  # fmt: skip
+    out.print(events)
+    for line in stats.get("residue", ()):
+        out.print(f"residue: {line}", style="yellow", markup=False)
+    if heading["plot"]:
+        out.print(f"plot: {heading['plot']}", markup=False)
+    for line in unmet:
+        out.print(f"not met: {line}", style="red", markup=False)
+
+
+def _require_plots() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "--plot needs matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
+        ) from error
+
+
+__all__ = ["Path", "command"]
