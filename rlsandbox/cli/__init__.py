@@ -1,9 +1,10 @@
 """The command line: ``rlsandbox COMMAND``.
 
-Commands are loaded when they are called, so that ``--help`` and errors come at once. A command lives in a module
-that has a ``click`` command (or group) called ``command``; :data:`COMMANDS` says where. Exit status: 0 fine; 1
-something failed (failures in a run, a gate not met, an error of the place); 2 what was asked for is wrong;
-130 interrupted. An error is one line on stderr; ``--debug`` adds the traceback.
+Commands are loaded when they are called, so that ``--help`` and errors come at once. A command lives in a
+module that has a ``click`` command (or group) called ``command``; :data:`COMMANDS` says where. Its return value
+is the exit status. Exit status: 0 fine; 1 something failed (failures in a run, a gate not met, an error of
+the place); 2 what was asked for is wrong; 130 interrupted. An error is one line on stderr; ``--debug`` adds the
+traceback.
 """
 
 from __future__ import annotations
@@ -11,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "quickstart": ("rlsandbox.cli.quickstart", "See it work: a claim, a fix, a grade, a reset, then the demo."),
+    "quickstart": (
+        "rlsandbox.cli.quickstart",
+        "See it work: a claim, a fix, a grade, a reset, then the demo.",
+    ),
     "run": ("rlsandbox.cli.run", "Run tasks with a policy; table, plot, gate for CI."),
     "bench": ("rlsandbox.bench.cli", "Measure this machine: TTFC, resets, memory, as ratios."),
-    "doctor": ("rlsandbox.backends.local.doctor", "What this machine offers, what is missing, how to get it."),
+    "doctor": (
+        "rlsandbox.backends.local.doctor",
+        "What this machine offers, what is missing, how to get it.",
+    ),
     "plan": ("rlsandbox.images.cli", "Plan image hydration for a list of tasks."),
     "simulate": ("rlsandbox.cli.simulate", "Try pool settings on a simulated cluster, in virtual time."),
     "ledger": ("rlsandbox.cli.ledger", "Show, report, reconcile and export runs."),

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-json_option = click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="One JSON object on stdout instead of tables."
+)
 config_options = (
     click.option("--config", "config_file", metavar="FILE", help="Instead of rlsandbox.toml."),
     click.option("--profile", metavar="NAME", help="Section [profiles.NAME] of the configuration."),
@@ -51,7 +53,9 @@ def with_config(function: F) -> F:
     return function
 
 
-def pool_arguments(options: Mapping[str, Any], *, at_most: int | None = None) -> tuple[dict[str, Any], Config]:
+def pool_arguments(
+    options: Mapping[str, Any], *, at_most: int | None = None
+) -> tuple[dict[str, Any], Config]:
     """Arguments for ``Pool(...)`` from parsed options, and the configuration that they lead to.
 
     Args:

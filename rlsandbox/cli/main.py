@@ -86,7 +86,9 @@ def run_main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except click.ClickException as error:
         where = getattr(error, "ctx", None)
-        return _tell(error, error.format_message(), 2, arguments, where.command_path if where else "rlsandbox")
+        return _tell(
+            error, error.format_message(), 2, arguments, where.command_path if where else "rlsandbox"
+        )
     except SandboxError as error:
         bad_input = isinstance(error, (ConfigError, UnsupportedError))
         return _tell(error, str(error), 2 if bad_input else 1, arguments)
@@ -95,7 +97,9 @@ def run_main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
-        said = f"internal error: {type(error).__name__}: {error} (a bug; --debug before the command shows where)"
+        said = (
+            f"internal error: {type(error).__name__}: {error} (a bug; --debug before the command shows where)"
+        )
         return _tell(error, said, 1, arguments)
 
 
@@ -105,7 +109,10 @@ def _tell(error: Exception, said: str, status: int, arguments: list[str], who: s
         traceback.print_exception(error)
     print(f"{who}: {' '.join(said.split())}", file=sys.stderr)
     if "--json" in arguments:
-        facts: dict[str, Any] = {"message": getattr(error, "message", None) or said, "type": type(error).__name__}
+        facts: dict[str, Any] = {
+            "message": getattr(error, "message", None) or said,
+            "type": type(error).__name__,
+        }
         for name in ("kind", "phase", "hint", "retryable", "infrastructure", "sandbox", "task"):
             if getattr(error, name, None) not in (None, ""):
                 facts[name] = getattr(error, name)

@@ -24,7 +24,8 @@ def find_policy(name: str) -> Callable[..., Any]:
         if name in POLICIES:
             return POLICIES[name]
         raise ConfigError(
-            f"unknown policy {name!r}{nearest(name, POLICIES)}", hint="a callable of yours: --policy pkg.mod:fn"
+            f"unknown policy {name!r}{nearest(name, POLICIES)}",
+            hint="a callable of yours: --policy pkg.mod:fn",
         )
     module_name, _, path = name.partition(":")
     if "" not in sys.path:
@@ -41,7 +42,11 @@ def find_policy(name: str) -> Callable[..., Any]:
         ) from error
     for part in path.split("."):
         if not part or not hasattr(found, part):
-            known = [word for word in vars(found) if not word.startswith("_")] if hasattr(found, "__dict__") else []
+            known = (
+                [word for word in vars(found) if not word.startswith("_")]
+                if hasattr(found, "__dict__")
+                else []
+            )
             raise ConfigError(f"policy {name!r}: {module_name} has no {path!r}{nearest(part, known)}")
         found = getattr(found, part)
     if not callable(found):

@@ -20,18 +20,17 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 @click.option("--backend", default="local", show_default=True, metavar="NAME")
 @json_option
 def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_json: bool) -> int:
-    """Remove what dead runs have left: directories, control groups, sandboxes. Live runs are never touched."""
+    """Remove what dead runs have left: directories, control groups. Live runs are never touched."""
     if backend != "local":
         raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local")
     from ..backends.local.state import leftovers, reap
 
     limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
     found = [item for item in leftovers() if time.time() - item.path.stat().st_mtime >= limit]
-    if limit and len(found) < len(leftovers()) and not dry_run:
-        raise ConfigError(
-            "some of what dead runs left is younger", hint="leave --older-than out to remove all, or use --dry-run"
-        )
-    rows = [{"run": item.run, "pid": item.pid, "path": str(item.path), "groups": len(item.groups)} for item in found]
+    rows = [
+        {"run": item.run, "pid": item.pid, "path": str(item.path), "groups": len(item.groups)}
+        for item in found
+    ]
     if not as_json:
         _print(rows)
     removed: list[str] = []
@@ -39,7 +38,7 @@ def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_j
     if found and not dry_run:
         if not yes and not click.confirm(f"Remove {len(found)}?", err=True):
             return 1
-        gone, left = reap()
+        gone, left = reap(older_s=limit)
         removed, kept = [item.run for item in gone], [item.run for item in left]
     if as_json:
         print_json({"found": rows, "removed": removed, "kept": kept, "dry_run": dry_run})

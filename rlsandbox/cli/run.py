@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -26,12 +25,18 @@ if TYPE_CHECKING:
 @click.option("--policy", "policy_name", default="canonical", show_default=True, metavar="NAME",
               help="canonical, broken, or a callable as pkg.mod:fn.")  # fmt: skip
 @click.option("--limit", type=int, metavar="N", help="The first N tasks only.")
-@click.option("--group-size", type=int, default=1, show_default=True, metavar="G", help="Rollouts of each task.")
+@click.option(
+    "--group-size", type=int, default=1, show_default=True, metavar="G", help="Rollouts of each task."
+)
 @click.option("--concurrency", type=int, metavar="N", help="Rollouts at once; default: the pool's ceiling.")
-@click.option("--retries", type=int, default=2, show_default=True, metavar="N", help="New attempts after failures.")
+@click.option(
+    "--retries", type=int, default=2, show_default=True, metavar="N", help="New attempts after failures."
+)
 @click.option("--timeout", type=float, metavar="SECONDS", help="Of one rollout, retries included.")
 @click.option("--resume", is_flag=True, help="With --run NAME: leave out what that run has completed.")
-@click.option("--plot", "plot_file", metavar="FILE", help="TTFC distribution and timeline (.png, .svg, .pdf).")
+@click.option(
+    "--plot", "plot_file", metavar="FILE", help="TTFC distribution and timeline (.png, .svg, .pdf)."
+)
 @click.option("--require-coverage", type=float, metavar="SHARE", help="Exit 1 when fewer rollouts completed.")
 @click.option("--require-reward", type=float, metavar="MEAN", help="Exit 1 when the mean reward is lower.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar; default: on a terminal.")
@@ -40,8 +45,8 @@ if TYPE_CHECKING:
 def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int:
     """Run tasks with a policy and say what came of it.
 
-    Exit status: 0 when every rollout completed (or --require-coverage is met); 1 when not; 2 when what was asked
-    for is wrong.
+    Exit status: 0 when every rollout completed (or --require-coverage is met); 1 when not; 2 when what was
+    asked for is wrong.
     """
     for name in ("require_coverage", "require_reward"):
         if options[name] is not None and not 0 <= options[name] <= 1 and name == "require_coverage":
@@ -146,10 +151,9 @@ def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet
     out.print(facts["table"])
     stats = facts["stats"]
     events = Table(title="sandboxes", title_justify="left")
-    for name in ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims"):
+    for name in EVENTS:
         events.add_column(name.replace("_", " "), justify="right")
-    events.add_row(*(f"{stats.get(name, 0):,}" for name in
-                     ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims")))  # fmt: skip
+    events.add_row(*(f"{stats.get(name, 0):,}" for name in EVENTS))
     out.print(events)
     for line in stats.get("residue", ()):
         out.print(f"residue: {line}", style="yellow", markup=False)
@@ -166,6 +170,3 @@ def _require_plots() -> None:
         raise UnsupportedError(
             "--plot needs matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
         ) from error
-
-
-__all__ = ["Path", "command"]

@@ -107,8 +107,10 @@ def leftovers(home: Path | None = None) -> list[Leftover]:
         return list(_dead(home, locks))
 
 
-def reap(home: Path | None = None) -> tuple[list[Leftover], list[Leftover]]:
+def reap(home: Path | None = None, *, older_s: float = 0.0) -> tuple[list[Leftover], list[Leftover]]:
     """Remove what dead runs have left; (what was removed, what could not be: files of foreign ids).
+
+    Only what was last written to more than *older_s* seconds ago.
 
     The second needs :func:`.worker.call` with the job ``remove``, and then another call.
     """
@@ -116,6 +118,8 @@ def reap(home: Path | None = None) -> tuple[list[Leftover], list[Leftover]]:
     kept: list[Leftover] = []
     with contextlib.ExitStack() as locks:
         for found in _dead(home, locks):
+            if time.time() - found.path.stat().st_mtime < older_s:
+                continue
             for group in found.groups:
                 _remove_group(group)
             shutil.rmtree(found.path, ignore_errors=True)

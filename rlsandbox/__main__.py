@@ -1,0 +1,7 @@
+"""``python -m rlsandbox`` is ``rlsandbox``."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())
