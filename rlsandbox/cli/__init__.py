@@ -1,10 +1,9 @@
 """The command line: ``rlsandbox COMMAND``.
 
 Commands are loaded when they are called, so that ``--help`` and errors come at once. A command lives in a
-module that has a ``click`` command (or group) called ``command``; :data:`COMMANDS` says where. Its return value
-is the exit status. Exit status: 0 fine; 1 something failed (failures in a run, a gate not met, an error of
-the place); 2 what was asked for is wrong; 130 interrupted. An error is one line on stderr; ``--debug`` adds the
-traceback.
+module that has a ``click`` command (or group) called ``command``; :data:`COMMANDS` says where. What it returns
+is the exit status: 0 fine; 1 something failed (rollouts, a gate, the place); 2 what was asked for is wrong;
+130 interrupted. An error is one line on stderr; ``--debug`` adds the traceback.
 """
 
 from __future__ import annotations

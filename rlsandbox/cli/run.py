@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import inspect
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ from .policy import find_policy
 
 if TYPE_CHECKING:
     from ..ledger.report import Report
+
+EVENTS = ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims")
+"""Of :class:`~rlsandbox.PoolStats`, what is shown."""
 
 
 @click.command()
@@ -125,6 +129,16 @@ def _facts(pool: Any) -> dict[str, Any]:
     }
 
 
+def _causes(report: Report, most: int = 5) -> list[tuple[str, int]]:
+    """What went wrong, the most frequent first."""
+    causes = Counter(
+        f"{record.failure.kind} ({record.failure.phase}): {record.failure.cause}"
+        for record in report.records
+        if record.failure is not None
+    )
+    return causes.most_common(most)
+
+
 def _unmet(report: Report, coverage: float | None, reward: float | None) -> list[str]:
     """Why the exit status is not 0."""
     unmet = []
@@ -155,6 +169,8 @@ def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet
         events.add_column(name.replace("_", " "), justify="right")
     events.add_row(*(f"{stats.get(name, 0):,}" for name in EVENTS))
     out.print(events)
+    for cause, n in _causes(report):
+        out.print(f"{n} x {cause}", style="red", markup=False)
     for line in stats.get("residue", ()):
         out.print(f"residue: {line}", style="yellow", markup=False)
     if heading["plot"]:
