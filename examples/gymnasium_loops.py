@@ -1,4 +1,4 @@
-"""Gymnasium loops: one sandbox, a wrapper around one, and 32 at once. Runs on one machine, no cluster needed."""
+"""Gymnasium loops: one sandbox, a wrapper around one, and 32 at once. Needs no cluster."""
 
 import argparse
 from typing import Any

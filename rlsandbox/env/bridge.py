@@ -39,8 +39,10 @@ class Bridge:
         return self._pool
 
     def call(self, fn: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
-        """Run a coroutine function on the pool's event loop."""
-        result: T = self.pool._portal.call(fn, *args)
+        """Run a coroutine function on the pool's event loop; meanwhile the caller is blocked on sandboxes."""
+        pool = self.pool
+        with pool.metrics.idle.blocked():
+            result: T = pool._portal.call(fn, *args)
         return result
 
     @property

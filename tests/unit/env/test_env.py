@@ -361,6 +361,18 @@ def test_a_reward_function_that_is_wrong_is_its_authors_to_see(pool: DoublePool)
 # ------------------------------------------------------------------ life
 
 
+def test_the_caller_is_blocked_while_it_steps(env: SandboxEnv, pool: DoublePool) -> None:
+    env.reset(seed=0)
+    window = pool.metrics.window()
+    env.step("sleep 0.05")
+    inside = window.pop().idle
+    assert inside is not None
+    assert inside.idle_s == inside.blocked_s >= 0.05
+    outside = window.pop().idle
+    assert outside is not None
+    assert outside.blocked_s == 0
+
+
 def test_an_episode_left_behind_is_on_record_as_cancelled(env: SandboxEnv, pool: DoublePool) -> None:
     env.reset(seed=0)
     env.step("true")
