@@ -10,7 +10,6 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gymnasium as gym
 import numpy as np
