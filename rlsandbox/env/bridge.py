@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Bridge:
-    """A pool given by the caller, or one of the environment's own.
+    """A pool given by the caller, or one of the environment's own, for *size* sandboxes at once.
 
     An environment's own pool is made at its first reset: environments are made to be looked at, copied and
     counted (``gym.make_vec`` with processes makes one more than it uses), and a pool costs something.
@@ -22,6 +22,15 @@ class Bridge:
         if pool is not None and pool_kwargs:
             name = sorted(pool_kwargs)[0]
             raise ConfigError(f"{name}= belongs to a pool of the environment's own, but pool= is given")
+        if pool is not None:
+            if not hasattr(pool, "_portal"):
+                hint = "an AsyncPool cannot be used here" if hasattr(pool, "claim") else "rlsandbox.Pool(...)"
+                raise ConfigError(f"pool= takes a Pool, not {type(pool).__name__}", hint=hint)
+            if pool.max_size < size:
+                raise ConfigError(
+                    f"{size} environments need {size} sandboxes at once, the pool may have {pool.max_size}",
+                    hint=f"Pool(size=...) or max_size={size} and more",
+                )
         self._own = pool is None
         self._pool = pool
         self._kwargs = {"size": size, **pool_kwargs}
@@ -48,13 +57,11 @@ class Bridge:
     @property
     def asynchronous(self) -> Any:
         """The AsyncPool behind the pool."""
-        return self.pool._async
+        return self.pool._pool
 
     def facade(self, sandbox: Any) -> Any:
         """The synchronous Sandbox over an AsyncSandbox."""
-        from ..sandbox import Sandbox
-
-        return Sandbox(sandbox, self.pool._portal)
+        return self.pool._facade(sandbox)
 
     @property
     def closed(self) -> bool:

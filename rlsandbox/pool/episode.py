@@ -31,7 +31,6 @@ from ..ledger.failures import cause_of, jsonable
 from ..results import Failure, Outcome, Record
 from ..task import Task
 from .attempts import judge
-from .policy import in_thread
 
 if TYPE_CHECKING:
     import pluggy
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlsandbox.pool")
 
-RECORD_HOOK_S = 10.0
 CALLERS_MISTAKES = (ConfigError, UnsupportedError, PoolClosedError)
 """Errors of whoever set things up: they are recorded as any other, and always raised."""
 
@@ -52,6 +50,9 @@ class Host(Protocol):
     ledger: Ledger
     metrics: Metrics
     manager: pluggy.PluginManager
+
+    async def _recorded(self, record: Record) -> None:
+        """The record is on disk, and plugins were told."""
 
     def claim(self, task: Any, *, timeout: float | None = None, rollout: Rollout | None = None) -> Any:
         """An awaitable of an AsyncSandbox for one attempt of *rollout*, its credentials issued."""
@@ -225,13 +226,7 @@ class Episode:
         try:
             await self._release(discard=False)
         finally:
-            await self._pool.ledger.flush()
-        hook = self._pool.manager.hook.rlsandbox_record
-        if hook.get_hookimpls():
-            try:
-                await in_thread(lambda: hook(record=record), RECORD_HOOK_S)
-            except Exception:
-                log.warning("a plugin's rlsandbox_record failed for %s", record.id, exc_info=True)
+            await self._pool._recorded(record)
 
     async def _release(self, *, discard: bool) -> None:
         sandbox, self.sandbox = self.sandbox, None

@@ -15,7 +15,9 @@ from rlsandbox.errors import SandboxDiedError, SandboxStateError
 from rlsandbox.hooks import Rollout, plugin_manager
 from rlsandbox.ledger import Ledger
 from rlsandbox.metrics import Metrics
+from rlsandbox.pool import AsyncPool
 from rlsandbox.results import CommandResult, Outcome
+from rlsandbox.sandbox import Sandbox
 from rlsandbox.spec import Spec
 from rlsandbox.task import Grader, Limits, Task
 
@@ -101,7 +103,7 @@ class DoubleAsyncPool:
     def __init__(self, home: Path) -> None:
         self.ledger = Ledger.open("double", home / "double.db")
         self.metrics = Metrics(run="double")
-        self.manager = plugin_manager(entry_points=False)
+        self.manager = self.plugins = plugin_manager(entry_points=False)
         self.run = "double"
         self.max_size = 64
 
@@ -121,7 +123,7 @@ class DoublePool(DoubleAsyncPool):
         self._met: asyncio.Event | None = None
         self._ids = itertools.count()
         self._portal = Portal("double")
-        self._async = self
+        self._pool = self
         self.rollouts: list[Rollout | None] = []
 
     def __deepcopy__(self, memo: object) -> DoublePool:
@@ -144,6 +146,12 @@ class DoublePool(DoubleAsyncPool):
         if self.running >= self.party:
             self._met.set()
         await self._met.wait()
+
+    async def _recorded(self, record: Any) -> None:
+        await AsyncPool._recorded(self, record)  # type: ignore[arg-type]
+
+    def _facade(self, sandbox: DoubleSandbox) -> Any:
+        return Sandbox(sandbox, self._portal)  # type: ignore[arg-type]
 
     def records(self) -> list[Any]:
         return self.ledger.records()
