@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ALPHA = 0.01
 """Of all tests together: chance alone raises the alarm in one report of a hundred."""
-DEALS, FEWEST_DEALS = 20_000, 1_000
+DEALS, FEWEST_DEALS = 10_000, 1_000
 _WORDS = {
     "trivial": 0.0,
     "easy": 1.0,

@@ -12,6 +12,7 @@ from pathlib import Path
 from ..errors import LedgerError
 from ..results import Failure, Record
 from . import lock, places, reading
+from .elsewhere import reason
 from .records import Book, RolloutLog, fold, to_dict
 from .store import Store
 
@@ -47,19 +48,21 @@ def _one(path: Path, dumps: list[Path], dry_run: bool) -> Reconciled:
         where = host or "another machine"
         out.skipped = f"it was written on {where} and the filesystem has no locks: run this there"
         return out
-    held = lock.take(path) if not living else None
+    if dry_run and not living:
+        out.lost = [_lost(entry, mine, entry.requested_at) for entry in _still_open(path, mine, dumps)]
+        return out
+    try:
+        held = lock.take(path) if not living else None
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be written: {reason(error)}") from error
     if held is None:
         out.skipped = "its process is alive"
         return out
     try:
         # Read again under the lock: the process may have ended in good order a moment ago.
-        whole = reading.read([*places.siblings(places.first_of(path)), *dumps])
         mine = fold(reading.events_of(path))
-        still = {entry.id: entry for entry in whole.open()}
-        mine.rollouts = {id_: still[id_] for id_ in mine.rollouts if id_ in still}
-        if dry_run:
-            out.lost = [_lost(entry, mine, entry.requested_at) for entry in mine.open()]
-        elif mine.rollouts:
+        mine.rollouts = {entry.id: entry for entry in _still_open(path, mine, dumps)}
+        if mine.rollouts:
             store = Store(path)
             out.lost = close_lost(store, mine)
             written = store.flush_blocking(30)
@@ -69,6 +72,12 @@ def _one(path: Path, dumps: list[Path], dry_run: bool) -> Reconciled:
     finally:
         held.release()
     return out
+
+
+def _still_open(path: Path, mine: Book, dumps: list[Path]) -> list[RolloutLog]:
+    """Rollouts of this file that no other file of the run, and no dump, has an end of."""
+    whole = reading.read([*places.siblings(places.first_of(path)), *dumps])
+    return [entry for entry in whole.open() if entry.id in mine.rollouts]
 
 
 def close_lost(store: Store, book: Book) -> list[Record]:

@@ -95,6 +95,7 @@ class Ledger:
             store.append("run", None, {**redact.data(dict(facts or {})), **about})
             if not store.flush_blocking(10):
                 raise LedgerError(f"the ledger {file} cannot be written: {store.trouble or 'it hangs'}")
+            store.opening = False
             return cls(run, store, held, number, book)
         except BaseException:
             if store is not None:

@@ -87,6 +87,8 @@ class Store:
         self._retry_at = 0.0
         self._retry_s = 0.1
         self._warned = False
+        self.opening = True
+        """Until somebody says that work begins, trouble is for the opener to report."""
         self._identity: tuple[int, int] | None = None
         # Times advance with the monotonic clock: a step of the wall clock changes no duration.
         self._wall, self._mono = time.time(), time.monotonic()
@@ -230,12 +232,12 @@ class Store:
                 told = [w for w in self._waiters if trouble is not None or w[0] <= self._committed]
                 self._waiters = [w for w in self._waiters if trouble is None and w[0] > self._committed]
                 held = len(self._queue)
-            for _, tell in told:
-                tell(trouble is None)
             if trouble is not None and was is None:
                 self._warn(trouble)
             elif trouble is None and was is not None and not held:
                 log.warning("the ledger %s can be written again; nothing was lost", self.path)
+            for _, tell in told:
+                tell(trouble is None)
 
     def _due(self) -> bool:
         if self._closing_at is not None:
@@ -372,6 +374,8 @@ class Store:
                 db.close()
 
     def _warn(self, trouble: str) -> None:
+        if self.opening:
+            return
         text = (
             f"the ledger {self.path} cannot be written ({trouble}); records are kept in memory until it can"
         )

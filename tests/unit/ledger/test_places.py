@@ -167,7 +167,7 @@ if pid == 0:
 print(pid, flush=True)
 os.kill(os.getpid(), 9)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=False)
     child = int(done.stdout)
     try:
         assert done.returncode == -9
