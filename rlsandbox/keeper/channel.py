@@ -149,8 +149,7 @@ class Channel:
         elif type_ == Type.REPLY:
             self.end(Fields.decode(payload))
         elif type_ == Type.FAIL:
-            fields = Fields.decode(payload)
-            self.end(lambda: self.client.failure(fields))
+            self.end(self.client.failure(Fields.decode(payload)))
         elif type_ != Type.EOF:
             raise ProtocolError(f"a frame of type {type_:#x} on channel {self.id}")
 

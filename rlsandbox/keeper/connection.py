@@ -292,12 +292,12 @@ class Connection(asyncio.Protocol):
     def forget(self, channel: Channel) -> None:
         self._channels.pop(channel.id, None)
 
-    def failure(self, fields: Fields) -> KeeperFailure:
+    def failure(self, fields: Fields) -> Callable[[], KeeperFailure]:
+        """What makes the error of a FAIL; a new one for each that waits."""
         code, what = fields.int(Tag.ERRNO), fields.text(Tag.WHAT)
         text = fields.text(Tag.TEXT) or (os.strerror(code) if code else "failed")
-        return KeeperFailure(
-            f"{what}: {text}" if what else text, errno=code, what=what, sandbox=self.sandbox, task=self.task
-        )
+        message = f"{what}: {text}" if what else text
+        return lambda: KeeperFailure(message, errno=code, what=what, sandbox=self.sandbox, task=self.task)
 
     def _id(self) -> int:
         while True:

@@ -29,6 +29,6 @@ class TestLocal(BackendConformance):
 
     def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
         hub = host.backend._hub.process.pid  # type: ignore[attr-defined]
-        keepers = [p for p in children(hub) if b"zygote" not in Path(f"/proc/{p}/cmdline").read_bytes()]
+        keepers = [p for p in children(hub) if Path(f"/proc/{p}/comm").read_text() == "rls-keeper\n"]
         assert len(keepers) == 1
         os.kill(keepers[0], signal.SIGKILL)
