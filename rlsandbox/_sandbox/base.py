@@ -45,6 +45,21 @@ MAX_PATH = 4096  # the kernel's, its NUL included
 BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
 
 
+class Backup:
+    """Our own deadline behind the keeper's."""
+
+    handle: asyncio.TimerHandle | None = None
+    acted = False
+
+    def cancel(self) -> None:
+        if self.handle is not None:
+            self.handle.cancel()
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return {"exit_code": 137, "timed_out": True} if self.acted else {}
+
+
 class SandboxBase:
     """State and commands; :class:`~.core.AsyncSandbox` is what a user holds."""
 
@@ -188,11 +203,17 @@ class SandboxBase:
 
         return started
 
-    def _backup(self, channel: CommandChannel, timeout: float | None) -> asyncio.TimerHandle | None:
+    def backup(self, channel: CommandChannel, timeout: float | None) -> Backup:
         """The keeper enforces timeouts; should it be silent long after, we do."""
-        if timeout is None:
-            return None
-        return self._loop.call_later(timeout + BACKUP_S, self.cancel_command, channel)
+        backup = Backup()
+        if timeout is not None:
+
+            def late() -> None:
+                backup.acted = True
+                self.cancel_command(channel)
+
+            backup.handle = self._loop.call_later(timeout + BACKUP_S, late)
+        return backup
 
     def cancel_command(self, channel: CommandChannel) -> None:
         """End a command; a keeper that does not do it is given up."""
@@ -274,7 +295,7 @@ class SandboxBase:
         on_output: OnOutput | None = None,
     ) -> CommandResult:
         """Wait for a command's end. Left early, for whatever reason, the command's tree is gone first."""
-        backup = self._backup(channel, timeout)
+        backup = self.backup(channel, timeout)
         try:
             while on_output is not None and (item := await channel.recv()) is not None:
                 collector.add(item[0], item[1])
@@ -289,11 +310,10 @@ class SandboxBase:
                 await channel.cancelled(CANCEL_GRACE_S)
             raise
         finally:
-            if backup is not None:
-                backup.cancel()
+            backup.cancel()
         assert isinstance(end, Exit)
         self.check_held()
-        return collector.result(end)
+        return collector.result(end, **backup.facts)
 
     @contextlib.asynccontextmanager
     async def grading(self) -> AsyncIterator[None]:

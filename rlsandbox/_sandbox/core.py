@@ -102,9 +102,8 @@ class AsyncSandbox(SandboxBase):
             allowed = self.allow(timeout)
             limit = self.output_limit(output_limit)
             channel, argv = self.command(cmd, timeout=allowed, cwd=cwd, env=env, user=user, stdin=stdin)
-            backup = self._backup(channel, allowed)
-            if backup is not None:
-                channel.when_ended(backup.cancel)
+            backup = self.backup(channel, allowed)
+            channel.when_ended(backup.cancel)
             try:
                 await channel.started()
             except KeeperFailure as error:
@@ -113,7 +112,7 @@ class AsyncSandbox(SandboxBase):
                 if not channel.ended:
                     await channel.cancelled(CANCEL_GRACE_S)
                 raise
-            return AsyncProcess(self, channel, limit)
+            return AsyncProcess(self, channel, limit, backup)
 
         return AwaitableCM(make, AsyncProcess.end)
 

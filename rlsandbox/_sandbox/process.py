@@ -14,6 +14,7 @@ from ..results import CommandResult, Stream
 from .command import Collector, stream_name
 
 if TYPE_CHECKING:
+    from .base import Backup
     from .core import AsyncSandbox
 
 
@@ -24,10 +25,11 @@ class AsyncProcess:
     prints more than about 256 KiB stops until it is iterated or waited for. Leaving the block kills it.
     """
 
-    def __init__(self, sandbox: AsyncSandbox, channel: CommandChannel, limit: int) -> None:
+    def __init__(self, sandbox: AsyncSandbox, channel: CommandChannel, limit: int, backup: Backup) -> None:
         self.pid: int = channel.pid or 0
         self._sandbox = sandbox
         self._channel = channel
+        self._backup = backup
         self._collector = Collector(limit)
         self._result: CommandResult | None = None
         self._stdin_open = True
@@ -105,7 +107,7 @@ class AsyncProcess:
                     hint="kill() ends it",
                     sandbox=self._sandbox.id,
                 ) from error
-            self._result = self._collector.result(self._end())
+            self._result = self._collector.result(self._end(), **self._backup.facts)
         return self._result
 
     async def kill(self, signal: int = 9) -> None:
