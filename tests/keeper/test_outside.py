@@ -147,13 +147,13 @@ def test_facts_are_the_same_after_a_reset(keeper: Keeper) -> None:
         keeper.reset()
     after = facts(keeper)
     assert before["episode"] == [["1"]] and after["episode"] == [["6"]]
-    for moving in ("episode", "time", "ns", "oom", "pids", "memory"):
+    for moving in ("episode", "time", "ns", "key", "oom", "pids", "memory"):
         before.pop(moving, None)
         after.pop(moving, None)
     assert before == after
     assert "process" not in after and "env" not in after and "ipc" not in after
     assert [u[:2] for u in after["upper"]] == [["/", "0"], ["/usr", "0"], ["/dev/shm", "0"], ["/dev/mqueue", "0"]]
-    assert after["net"][0] == ["if", "lo", "up"]
+    assert after["net"][0] == ["if", "lo"]
 
 
 def test_every_namespace_is_new_in_every_episode(keeper: Keeper) -> None:

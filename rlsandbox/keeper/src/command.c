@@ -1,6 +1,7 @@
 /* Channels: one request each. Whatever a request needs done in the episode is a job of the episode's init with pipes;
  * this file moves bytes between the pipes and the connection, under the client's credit. */
 #include "command.h"
+#include "skip.h"
 
 #include <signal.h>
 #include <stdlib.h>
@@ -250,13 +251,28 @@ static bool request(struct chan *c)
             chan_refuse(c, EINVAL, "start a program: no arguments");
         else if (tlv_find(c->msg.p, c->msg.len, TAG_SCRIPT, &t) && tlv_get(c->msg.p, c->msg.len, TAG_CONTROL, 0))
             chan_refuse(c, EINVAL, "start a program: a script and control pipes both want descriptor 9");
-        else
+        else {
+            skip_env(c->msg.p, c->msg.len);
             job_start(c);
+        }
         return true;
     case OP_READ: case OP_WRITE: case OP_LIST: case OP_STAT: case OP_REMOVE:
         job_start(c);
         return true;
-    case OP_INSPECT: worker_start(c, false, work_inspect); return true;
+    case OP_INSPECT: {
+        struct buf text = {0};
+        uint32_t id = c->id;
+        if (!facts_here(k, &text)) {
+            worker_start(c, false, work_inspect);
+            return true;
+        }
+        chan_free(c);
+        for (size_t at = 0; at < text.len; at += RLS_MAX_PAYLOAD)
+            conn_send(&k->conn, T_DATA, S_STDOUT, id, text.p + at, text.len - at < RLS_MAX_PAYLOAD ? text.len - at : RLS_MAX_PAYLOAD);
+        conn_send(&k->conn, T_REPLY, 0, id, NULL, 0);
+        buf_free(&text);
+        return true;
+    }
     case OP_CHANGES: worker_start(c, false, work_changes); return true;
     case OP_OUTSIDE_READ: worker_start(c, false, work_outside_read); return true;
     case OP_OUTSIDE_REMOVE: worker_start(c, false, work_outside_remove); return true;

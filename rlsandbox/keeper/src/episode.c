@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 
 #include "sandbox.h"
+#include "skip.h"
 #include "sys.h"
 
 enum { MAX_LIVE = 2 * MAX_CHANNELS };
@@ -114,6 +115,16 @@ static void serve(struct init *in)
         start(in, &u.m, u.room + EMSG_HEAD, u.m.body, fds, nfds);
 }
 
+/* A session keyring of the episode's own, empty: keys that the trainer's session holds are not for it, nor are those of
+ * an earlier episode. 0: no more are allowed (or the kernel has none); then nothing can be put there either, since all
+ * three calls are refused. */
+static int session_key(void)
+{
+    long r = skipped("keyring") ? syscall(SYS_keyctl, 0 /* KEYCTL_GET_KEYRING_ID */, -3 /* session */, 0)
+                                : syscall(SYS_keyctl, 1 /* KEYCTL_JOIN_SESSION_KEYRING */, NULL);
+    return r > 0 ? (int)r : 0;
+}
+
 _Noreturn void episode_main(struct keeper *k, int ctl)
 {
     struct err e = {0};
@@ -136,12 +147,12 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     in.sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     if (in.sig < 0)
         fail(&e, errno, "open a signalfd");
-    else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || loopback_up(&e) == 0)) {
+    else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || (skipped("netns") && k->generation > 1) || loopback_up(&e) == 0)) {
         if (*k->set.hostname && sethostname(k->set.hostname, strlen(k->set.hostname)) < 0)
             fail(&e, errno, "set the host name");
         else if (setsid() < 0 && errno != EPERM)
             fail(&e, errno, "setsid");
-        else if (caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
+        else if ((m.pid = session_key()), caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
             m.kind = E_READY;
     }
     if (m.kind == E_READY) {
@@ -159,6 +170,10 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     int c = fcntl(ctl, F_DUPFD_CLOEXEC, 5), g = fcntl(in.sig, F_DUPFD_CLOEXEC, 5);
     if (c < 0 || g < 0 || dup3(c, 3, O_CLOEXEC) < 0 || dup3(g, 4, O_CLOEXEC) < 0)
         _exit(7);
+#ifdef RLS_SKIP
+    if (skipped("cwdfd") && k->left_root >= 0 && fchdir(k->left_root) < 0)
+        _exit(7);
+#endif
     k_close_range(0, 2);
     k_close_range(5, ~0u);
     in.ctl = ctl = 3;

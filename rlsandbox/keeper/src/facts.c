@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <sys/utsname.h>
 #include <sys/vfs.h>
@@ -29,34 +30,43 @@ static int init_dir(struct keeper *k)
     return fd;
 }
 
-void ns_note(struct keeper *k)
+/* Numbers of namespaces are used again at once, the lowest free one first, so "the same number" says nothing unless the
+ * old one is still there: a namespace seen is held open until the next look. The mount namespace is not held (a thrown-away
+ * upper layer would live on in it); it has a number of its own that is never used again, where the kernel tells it. */
+static void namespaces(struct worker *w, int dir)
 {
     char path[32];
-    struct stat st;
-    int dir = init_dir(k);
-    for (int i = 0; dir >= 0 && i < NS_KINDS; i++) {
-        path_join(path, sizeof path, "ns/%s", ns_names[i]);
-        uint64_t inode = fstatat(dir, path, &st, 0) == 0 ? st.st_ino : 0;
-        if (inode != k->ns[i].inode)
-            k->ns[i] = (struct ns_seen){inode, k->episode};
-    }
-    fd_close(&dir);
-}
-
-static void namespaces(struct worker *w)
-{
-    char path[32];
-    struct stat st;
+    struct stat st, own;
     for (int i = 0; i < NS_KINDS; i++) {
-        const struct ns_seen *s = &w->k->ns[i];
-        if (!s->inode)
+        struct ns_seen *s = &w->k->ns[i];
+        path_join(path, sizeof path, "ns/%s", ns_names[i]);
+        int fd = openat(dir, path, O_RDONLY | O_CLOEXEC);
+        if (fd < 0 || fstat(fd, &st) < 0) {
+            fd_close(&fd);
             continue;
+        }
+        uint64_t id = st.st_ino;
+        bool mount = strcmp(ns_names[i], "mnt") == 0;
+        if (mount && ioctl(fd, _IOR(0xb7, 5, uint64_t) /* NS_GET_MNTNS_ID */, &id) < 0) {
+            close(fd);
+            continue;
+        }
+        if (!s->first || s->id != id) {
+            s->id = id;
+            s->first = w->k->episode;
+        }
+        if (!mount) {
+            if (s->fd > 0)
+                close(s->fd);
+            s->fd = fd;
+        } else
+            close(fd);
         path_join(path, sizeof path, "/proc/self/ns/%s", ns_names[i]);
         fact(w, "ns");
         field_s(w, ns_names[i]);
-        field_f(w, "%llu", (unsigned long long)s->inode);
+        field_f(w, "%llu", (unsigned long long)id);
         field_f(w, "%u", s->first);
-        if (stat(path, &st) == 0 && st.st_ino == s->inode)
+        if (stat(path, &own) == 0 && own.st_ino == st.st_ino)
             field_s(w, "shared");
         fact_end(w);
     }
@@ -112,7 +122,8 @@ static void strays(struct worker *w)
     char path[64], text[4096], *s, *end;
     struct procs ps = {0};
     int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    path_join(path, sizeof path, "%d/task/%d/children", (int)getppid(), (int)getppid());
+    pid_t keeper = w->here ? getpid() : getppid();
+    path_join(path, sizeof path, "%d/task/%d/children", (int)keeper, (int)keeper);
     if (proc >= 0 && read_file_at(proc, path, text, sizeof text) > 0)
         for (s = text;; s = end) {
             pid_t pid = (pid_t)strtol(s, &end, 10);
@@ -171,8 +182,9 @@ static void directory(struct worker *w, int dir, const char *name, const struct 
     fact_end(w);
 }
 
-static void descriptors(struct worker *w, int dir)
+static void descriptors(struct worker *w, int dir, const struct stat *root)
 {
+    struct stat st;
     int fd = openat(dir, "fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *d = fd < 0 ? NULL : fdopendir(fd);
     struct dirent *x;
@@ -184,9 +196,10 @@ static void descriptors(struct worker *w, int dir)
         to[n > 0 ? n : 0] = 0;
         if ((s = strstr(to, ":[")) && strncmp(to, "anon_inode:", 11)) /* socket:[123]: the number says nothing */
             *s = 0;
+        bool other = fstatat(dirfd(d), x->d_name, &st, 0) == 0 && S_ISDIR(st.st_mode) && (st.st_dev != root->st_dev || st.st_ino != root->st_ino);
         fact(w, "fd");
         field_s(w, x->d_name);
-        field_s(w, to);
+        field_f(w, "%s%s", to, other ? " (a directory of another view)" : "");
         fact_end(w);
     }
     if (d)
@@ -219,7 +232,7 @@ static void limits(struct worker *w, int dir)
 
 static void status(struct worker *w, int dir)
 {
-    static const char *const wanted[] = {"Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp"};
+    static const char *const wanted[] = {"Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs", "Seccomp", "Cpus_allowed"};
     char text[8192], *save = NULL;
     if (read_file_at(dir, "status", text, sizeof text) <= 0)
         return;
@@ -240,6 +253,26 @@ static void status(struct worker *w, int dir)
                 field_s(w, colon);
                 fact_end(w);
             }
+    }
+}
+
+static void scheduling(struct worker *w, int dir)
+{
+    char text[1024];
+    long nice;
+    char *s = read_file_at(dir, "stat", text, sizeof text) > 0 ? strrchr(text, ')') : NULL;
+    if (s && sscanf(s + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %ld", &nice) == 1) {
+        fact(w, "status");
+        field_s(w, "nice");
+        field_f(w, "%ld", nice);
+        fact_end(w);
+    }
+    if (read_file_at(dir, "oom_score_adj", text, sizeof text) > 0) {
+        text[strcspn(text, "\n")] = 0;
+        fact(w, "status");
+        field_s(w, "oom_score_adj");
+        field_s(w, text);
+        fact_end(w);
     }
 }
 
@@ -392,13 +425,12 @@ static void lower_dir(struct worker *w, const char *target, unsigned i)
     fd_close(&fd);
 }
 
+/* The base only: what is bound in besides is the user's own and may change at any time. */
 static void lowers(struct worker *w)
 {
     for (unsigned i = 0; i < w->k->set.overlays; i++)
         for (unsigned j = 0; j < w->k->set.overlay[i].n; j++)
             lower_dir(w, w->k->set.overlay[i].target, w->k->set.overlay[i].first + j);
-    for (unsigned i = 0; i < w->k->set.binds; i++)
-        lower_dir(w, w->k->set.bind[i].target, w->k->set.bind[i].lower);
 }
 
 /* ---- ipc, keys, names ---- */
@@ -451,33 +483,23 @@ static void queues(struct worker *w)
         closedir(d);
 }
 
-/* What the keeper itself can see: its session keyring is the one that every episode inherits. */
-static void keys(struct worker *w)
+static void key(struct worker *w)
 {
-    static char text[64 << 10];
-    char *save = NULL;
-    if (read_file_at(AT_FDCWD, "/proc/keys", text, sizeof text) <= 0)
+    struct keeper *k = w->k;
+    if (!k->session_key)
         return;
-    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
-        char *f[9], *s = line;
-        int n = 0;
-        while (n < 8 && *s) {
-            f[n++] = s;
-            s += strcspn(s, " ");
-            while (*s == ' ')
-                *s++ = 0;
-        }
-        if (n < 8)
-            continue;
-        char *colon = strrchr(s, ':'); /* after it how much is in it */
-        fact(w, "key");
-        field_s(w, f[7]);
-        field(w, s, colon ? (size_t)(colon - s) : strlen(s));
-        field_s(w, f[0]);
-        field_s(w, f[4]);
-        fact_end(w);
+    if (k->key_seen != k->session_key) {
+        k->key_seen = k->session_key;
+        k->key_first = k->episode;
     }
+    fact(w, "key");
+    field_s(w, "session");
+    field_f(w, "%d", k->session_key);
+    field_f(w, "%u", k->key_first);
+    fact_end(w);
 }
+
+/* ---- what can only be looked at from within: in, look, back ---- */
 
 static bool enter(int dir, const char *ns, int kind)
 {
@@ -489,18 +511,55 @@ static bool enter(int dir, const char *ns, int kind)
     return ok;
 }
 
-void work_inspect(struct worker *w)
+static int within(struct worker *w, int dir, struct err *e)
 {
     struct keeper *k = w->k;
-    struct buf none = {0};
-    struct err e = {0};
-    struct stat root;
     struct utsname uts;
-    int dir = init_dir(k);
-    if (dir < 0 || k->root_fd < 0 || fstat(k->root_fd, &root) < 0) {
-        fail(&e, ESRCH, "look at the episode: there is none");
-        worker_fail(w, &e);
+    if (enter(dir, "ipc", CLONE_NEWIPC)) {
+        sysv(w, "shm", 3, 7);
+        sysv(w, "sem", 3, 4);
+        sysv(w, "msg", 3, 7);
+        queues(w);
+    } else
+        fail(e, errno, "look at the episode's IPC objects");
+    if (enter(dir, "uts", CLONE_NEWUTS) && uname(&uts) == 0) {
+        fact(w, "uts");
+        field_s(w, uts.nodename);
+        field_s(w, uts.domainname);
+        fact_end(w);
+    } else
+        fail(e, errno, "look at the episode's host name");
+    if (!w->here)
+        return e->no ? -1 : 0; /* a helper ends in there */
+    if (setns(k->own_ipc, CLONE_NEWIPC) < 0 || setns(k->own_uts, CLONE_NEWUTS) < 0) {
+        k->loop.stop = true; /* never go on in an episode's namespace */
+        return fail(e, errno, "come back from the episode's namespaces");
     }
+    return e->no ? -1 : 0;
+}
+
+/* A new init says that it is ready before it has closed what it was made with: wait until it sleeps. */
+static void settled(int dir)
+{
+    const struct timespec pause = {0, 50000};
+    char text[1024], *s;
+    for (int i = 0; i < 100; i++) {
+        if (read_file_at(dir, "stat", text, sizeof text) <= 0 || !(s = strrchr(text, ')')) || s[1] != ' ' || s[2] == 'S')
+            return;
+        nanosleep(&pause, NULL);
+    }
+}
+
+static int gather(struct worker *w, struct err *e)
+{
+    struct keeper *k = w->k;
+    struct stat root;
+    int dir = k->init_pid > 0 ? init_dir(k) : -1;
+    if (dir < 0 || k->root_fd < 0 || fstat(k->root_fd, &root) < 0) {
+        fd_close(&dir);
+        return fail(e, ESRCH, "look at the episode: there is none");
+    }
+    settled(dir);
     fact(w, "episode");
     field_f(w, "%u", k->episode);
     fact_end(w);
@@ -508,42 +567,63 @@ void work_inspect(struct worker *w)
     lowers(w);
     trees(w);
     mounts(w, dir);
-    namespaces(w);
+    namespaces(w, dir);
+    key(w);
     processes(w);
     environment(w, dir);
     directory(w, dir, "cwd", &root);
     directory(w, dir, "root", &root);
-    descriptors(w, dir);
+    descriptors(w, dir, &root);
     limits(w, dir);
     status(w, dir);
+    scheduling(w, dir);
     cgroups(w, dir);
-    keys(w);
     if (!k->set.host_network) { /* else they are the machine's */
         int net = openat(dir, "net", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        if (net < 0 || !enter(dir, "net", CLONE_NEWNET)) {
-            fail(&e, errno, "look at the episode's network");
-            worker_fail(w, &e);
-        }
-        facts_network(w, net);
-        close(net);
+        if (net < 0)
+            fail(e, errno, "look at the episode's network");
+        else
+            facts_network(w, net);
+        fd_close(&net);
     }
-    if (!enter(dir, "ipc", CLONE_NEWIPC)) {
-        fail(&e, errno, "look at the episode's IPC objects");
-        worker_fail(w, &e);
-    }
-    sysv(w, "shm", 3, 7);
-    sysv(w, "sem", 3, 4);
-    sysv(w, "msg", 3, 7);
-    queues(w);
-    if (enter(dir, "uts", CLONE_NEWUTS) && uname(&uts) == 0) {
-        fact(w, "uts");
-        field_s(w, uts.nodename);
-        field_s(w, uts.domainname);
-        fact_end(w);
-    }
+    if (!e->no)
+        within(w, dir, e);
+    close(dir);
     fact(w, "time");
     field_f(w, "%lld", (long long)time(NULL));
     fact_end(w);
     limits_facts(w);
+    return e->no ? -1 : 0;
+}
+
+int facts_begin(struct keeper *k, struct err *e)
+{
+    k->own_ipc = k->own_uts = -1;
+    if (unshare(CLONE_NEWIPC | CLONE_NEWUTS) < 0)
+        return fail(e, errno, "make the keeper's own ipc and uts namespaces");
+    k->own_ipc = open("/proc/self/ns/ipc", O_RDONLY | O_CLOEXEC);
+    k->own_uts = open("/proc/self/ns/uts", O_RDONLY | O_CLOEXEC);
+    return k->own_ipc < 0 || k->own_uts < 0 ? fail(e, errno, "open the keeper's own namespaces") : 0;
+}
+
+/* A fork costs more than all of this; so only what does not fit, or failed, is left to a helper. */
+bool facts_here(struct keeper *k, struct buf *text)
+{
+    struct err e = {0};
+    struct worker w = {.k = k, .in = -1, .out = -1, .result = -1, .here = true};
+    if (gather(&w, &e) < 0 || w.full) {
+        buf_free(&w.text);
+        return false;
+    }
+    *text = w.text;
+    return true;
+}
+
+void work_inspect(struct worker *w)
+{
+    struct buf none = {0};
+    struct err e = {0};
+    if (gather(w, &e) < 0)
+        worker_fail(w, &e);
     worker_done(w, &none);
 }

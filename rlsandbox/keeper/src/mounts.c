@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 
 #include "sandbox.h"
+#include "skip.h"
 #include "sys.h"
 
 static int make_dir(const char *path, mode_t mode, struct err *e)
@@ -129,6 +130,11 @@ int upper_new(struct keeper *k, struct err *e)
     path_join(path, sizeof path, "/k/u/%u", k->generation);
     if (make_dir(path, 0755, e) < 0)
         return -1;
+    if (skipped("upper") && k->generation > 1) {
+        char old[64];
+        path_join(old, sizeof old, "/k/u/%u", k->generation - 1);
+        return mount(old, path, NULL, MS_BIND, NULL);
+    }
     size_t at = (size_t)snprintf(opt, sizeof opt, "mode=0755");
     if (k->set.upper_bytes)
         at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);

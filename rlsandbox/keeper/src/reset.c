@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "sandbox.h"
+#include "skip.h"
 #include "sys.h"
 
 enum { START_TIMEOUT_MS = 20000 };
@@ -51,6 +52,7 @@ static int await_ready(struct keeper *k, int sock, struct err *e)
     k->root_fd = fds[0];
     k->proc_fd = fds[1];
     k->foreign_proc = m.status != 0;
+    k->session_key = m.pid;
     return 0;
 }
 
@@ -90,7 +92,7 @@ int episode_start(struct keeper *k, struct err *e)
     unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
     if (!k->set.host_network)
         flags |= CLONE_NEWNET;
-    pid_t pid = k_clone(flags, NULL);
+    pid_t pid = skip_clone(k, flags);
     if (pid == 0) {
         close(sv[0]);
         episode_main(k, sv[1]);
@@ -108,7 +110,6 @@ int episode_start(struct keeper *k, struct err *e)
         episode_kill(k);
         return -1;
     }
-    ns_note(k);
     set_nonblock(sv[0]);
     if (loop_add(&k->loop, &k->init, sv[0], 1 /* EPOLLIN */, from_init, k) < 0)
         return fail(e, errno, "watch the episode's init");
@@ -143,6 +144,7 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     uint64_t t0 = now_ns(), t1;
     (void)p;
     (void)n;
+    skip_keep(k);
     episode_kill(k);
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
     t1 = now_ns();

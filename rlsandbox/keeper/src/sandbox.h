@@ -47,10 +47,14 @@ struct keeper {
     struct conn conn;
     struct src client, hub;
     struct settings set;
-    struct ns_seen { /* a namespace of the episode, and in which episode it was first seen */
-        uint64_t inode;
+    struct ns_seen { /* a namespace of the episode at the last look, and in which episode it was first seen */
+        int fd; /* keeps the number from being given to a new one */
+        uint64_t id;
         unsigned first;
     } ns[NS_KINDS];
+    int own_ipc, own_uts;           /* to come back to */
+    int session_key, key_seen;      /* the episode's session keyring, 0: it has none of its own; that of the last look */
+    unsigned key_first;
     struct buf facts; /* TLV facts for WELCOME */
     bool greeted;
     /* the episode */
@@ -66,6 +70,9 @@ struct keeper {
     struct sout *draining;                /* pipes of ended commands that background children still hold */
     unsigned nchans;
     uint32_t next_job;
+#ifdef RLS_SKIP
+    int left_root, left_ns; /* of the episode before; -1: none */
+#endif
     size_t assembling; /* bytes of unfinished messages, all channels */
 };
 
@@ -128,7 +135,8 @@ void ereq_drop(struct ereq *r);
 
 /* facts.c */
 extern const char *const ns_names[NS_KINDS];
-void ns_note(struct keeper *k); /* which namespaces this episode has */
+int facts_begin(struct keeper *k, struct err *e);       /* once, before the first episode */
+bool facts_here(struct keeper *k, struct buf *text);    /* INSPECT without a helper; false: it needs one */
 
 void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
 

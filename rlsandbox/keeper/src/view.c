@@ -8,6 +8,7 @@
 #include <sys/vfs.h>
 
 #include "sandbox.h"
+#include "skip.h"
 #include "sys.h"
 
 static int attr(int fd, uint64_t set, struct err *e, const char *what)
@@ -178,7 +179,9 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
     path_join(path, sizeof path, "/k/u/%u/shm", k->generation);
     if (place(root, path, 0, K_ATTR_NOSUID | K_ATTR_NODEV, "/dev/shm", e) < 0 ||
         fs_on(root, "devpts", "/dev/pts", MS_NOSUID | MS_NOEXEC, k->set.one_id ? "newinstance,ptmxmode=0666,mode=620" : "newinstance,ptmxmode=0666,mode=620,gid=5", e) < 0 ||
-        fs_on(root, "mqueue", "/dev/mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL, e) < 0)
+        (!(skipped("ipc") && k->generation > 1) && fs_on(root, "mqueue", "/dev/mqueue", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL, e) < 0))
+        return -1;
+    if (skipped("mount") && k->generation > 1 && place(root, "/k/empty", 0, K_ATTR_RDONLY, "/sys", e) < 0)
         return -1;
     struct err none = {0};
     *foreign_proc = false;

@@ -111,6 +111,8 @@ failed:;
 
 void worker_flush(struct worker *w)
 {
+    if (w->here)
+        return;
     if (w->text.len && write_all(w->out, w->text.p, w->text.len) < 0)
         _exit(1);
     w->text.len = 0;
@@ -118,6 +120,10 @@ void worker_flush(struct worker *w)
 
 void worker_write(struct worker *w, const void *p, size_t n)
 {
+    if (w->here) {
+        w->full |= w->full || w->text.len + n > WORKER_HERE_MAX || buf_add(&w->text, p, n) < 0;
+        return;
+    }
     if (n >= 32768) {
         worker_flush(w);
         if (write_all(w->out, p, n) < 0)
@@ -151,6 +157,7 @@ _Noreturn void worker_done(struct worker *w, const struct buf *fields)
 
 void fact(struct worker *w, const char *kind)
 {
+    w->count++;
     worker_write(w, kind, strlen(kind));
 }
 

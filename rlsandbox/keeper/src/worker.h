@@ -3,6 +3,8 @@
 #define RLS_WORKER_H
 #include "command.h"
 
+enum { WORKER_HERE_MAX = RLS_WINDOW - 4096 }; /* goes out without waiting for credit */
+
 struct worker {
     struct keeper *k;
     int in, out, result; /* content in (IMPORT), content out, and the answer */
@@ -10,6 +12,8 @@ struct worker {
     size_t n;
     struct buf text;     /* not yet written */
     bool in_line;
+    size_t count; /* facts told */
+    bool here, full;     /* here: in the keeper itself, `text` is all there will be; full: it does not fit */
 };
 
 /* takes over the channel; `fn` runs in the helper */
