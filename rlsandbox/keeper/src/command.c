@@ -10,6 +10,7 @@
 #include <sys/ioctl.h>
 #include <sys/mman.h>
 
+#include "limits.h"
 #include "procs.h"
 #include "sys.h"
 #include "worker.h"
@@ -406,6 +407,7 @@ void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd)
     case E_EXITED:
         c->ended = true;
         c->status = m->status;
+        limits_ended(c);
         break;
     }
     fd_close(&pidfd);

@@ -48,6 +48,7 @@ struct chan {
     int status;
     uint32_t flags;
     uint64_t started_ns, deadline_ns;
+    uint64_t used_bytes; /* of memory, by its tree, at the last look (limits.c) */
 };
 
 struct chan *chan_find(struct keeper *k, uint32_t id);

@@ -13,6 +13,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
+#include "limits.h"
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
@@ -152,7 +153,7 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
             fail(&e, errno, "set the host name");
         else if (setsid() < 0 && errno != EPERM)
             fail(&e, errno, "setsid");
-        else if ((m.pid = session_key()), caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
+        else if ((m.pid = session_key()), limits_inside(k, &e) == 0 && caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
             m.kind = E_READY;
     }
     if (m.kind == E_READY) {

@@ -12,6 +12,7 @@
 #include <sys/socket.h>
 #include <sys/wait.h>
 
+#include "cgroups.h"
 #include "sandbox.h"
 #include "sys.h"
 
@@ -19,12 +20,26 @@
 #define RLS_HASH "unknown"
 #endif
 
+enum { GONE_MS = 10 };
+
 static struct member *member_find(struct hub *h, const char *name)
 {
     for (struct member *m = h->members; m; m = m->next)
         if (strcmp(m->name, name) == 0)
             return m;
     return NULL;
+}
+
+static void groups_free(struct hub *h, const char *name)
+{
+    if (cgroups_remove(h, name))
+        return;
+    struct gone *g = calloc(1, sizeof *g);
+    if (!g)
+        return; /* without a note the hub's end removes it */
+    path_join(g->name, sizeof g->name, "%s", name);
+    g->next = h->gone;
+    h->gone = g;
 }
 
 static void member_free(struct hub *h, struct member *m)
@@ -36,7 +51,20 @@ static void member_free(struct hub *h, struct member *m)
         }
     loop_drop(&h->loop, &m->src);
     fd_close(&m->stream);
+    groups_free(h, m->name);
     free(m);
+}
+
+static void gone_retry(struct hub *h)
+{
+    for (struct gone **p = &h->gone; *p;) {
+        struct gone *g = *p;
+        if (cgroups_remove(h, g->name)) {
+            *p = g->next;
+            free(g);
+        } else
+            p = &g->next;
+    }
 }
 
 static void create_failed(struct member *m, int no, const char *what)
@@ -101,7 +129,7 @@ static void on_child(struct src *s, uint32_t events)
 /* ---- CREATE ---- */
 
 struct base {
-    int fds[MAX_LOWERS + 1];
+    int fds[MAX_LOWERS + 1 + CG_FILES];
     size_t n;
 };
 
@@ -167,6 +195,8 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, ENOMEM, "make room for a sandbox");
     else if (tlv_str(p, n, TAG_MEMBER, m->name, sizeof m->name) <= 0)
         fail(&e, EINVAL, "make a sandbox: it needs a name under %zu bytes", sizeof m->name);
+    else if (strchr(m->name, '/') || m->name[0] == '.')
+        fail(&e, EINVAL, "make a sandbox: its name begins with a dot or has a slash in it");
     else if (member_find(h, m->name))
         fail(&e, EEXIST, "make sandbox %s", m->name);
     else if (base_open(h, &base, p, n, &e) == 0) {
@@ -174,9 +204,13 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
             fail(&e, errno, "make socket pairs for a sandbox");
         else if (buf_add(&settings, p, n) < 0 || facts_add(h, &settings) < 0)
             fail(&e, errno, "prepare a sandbox's settings");
-        else if ((m->pid = zygote_fork(h, sock[1], stream[1], &e)) > 0 &&
-                 msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
-            fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
+        else if ((m->pid = zygote_fork(h, sock[1], stream[1], &e)) > 0) {
+            size_t files = 0;
+            int r = cgroups_create(h, m->name, m->pid, p, n, base.fds + base.n, &files, &settings, &e);
+            base.n += files;
+            if (r == 0 && msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
+                fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
+        }
     }
     for (size_t i = 0; i < base.n; i++)
         close(base.fds[i]);
@@ -196,6 +230,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     conn_fail(&h->conn, channel, e.no, e.what);
     if (m && m->pid > 0) { /* reaped as nobody's child */
         kill(m->pid, SIGKILL);
+        groups_free(h, m->name);
     }
     fd_close(&sock[0]);
     fd_close(&stream[0]);
@@ -311,6 +346,7 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
         return fail(e, errno, "open the own program");
     if (ids_setup(h, e) < 0 || place_setup(h, e) < 0)
         return -1;
+    cgroups_setup(h);
     prctl(PR_SET_DUMPABLE, 0);
     if (zygote_start(h, e) < 0)
         return -1;
@@ -343,8 +379,9 @@ int hub_main(int fd, pid_t client)
         return 1;
     }
     while (!h.loop.stop) {
-        if (loop_turn(&h.loop, -1) < 0)
+        if (loop_turn(&h.loop, h.gone ? GONE_MS : -1) < 0)
             break;
+        gone_retry(&h);
         int r = conn_flush(&h.conn);
         if (r < 0)
             break;
@@ -355,5 +392,6 @@ int hub_main(int fd, pid_t client)
     kill(h.zygote_pid, SIGKILL);
     while (wait(NULL) > 0 || errno == EINTR)
         ;
+    cgroups_end(&h);
     return 0;
 }

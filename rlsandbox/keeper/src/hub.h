@@ -15,7 +15,21 @@ struct member {
     bool ready, dying;
 };
 
+enum cg_kind { CG_MEMORY, CG_PIDS, CG_CPU, CG_KINDS };
+enum { CG_FILES = 4, TAG_CG_FILE = 200 /* between hub and keeper only */ };
+
+struct gone { /* a sandbox whose last processes still die in its cgroups */
+    struct gone *next;
+    char name[128];
+};
+
 struct hub {
+    struct {
+        int base[CG_KINDS], dir[CG_KINDS]; /* -1: no limits of this kind */
+        bool v2;
+        char name[64];
+    } cg;
+    struct gone *gone;
     struct loop loop;
     struct conn conn;
     struct src client, client_pid, child;

@@ -11,6 +11,7 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 
+#include "limits.h"
 #include "sys.h"
 #include "worker.h"
 
@@ -198,9 +199,11 @@ int sandbox_main(int hub_fd, int client_fd)
     }
     if (unshare(CLONE_NEWNS) < 0)
         fail(&e, errno, "make the keeper's mount namespace");
-    else if (configure(&k, room, (size_t)n, &e) == 0 && nfds != k.set.lowers + 1)
+    else if (configure(&k, room, (size_t)n, &e) == 0 && nfds < k.set.lowers + 1)
         fail(&e, EINVAL, "count the descriptors of the base: %zu for %u", nfds, k.set.lowers + 1);
-    if (!e.no && facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[nfds - 1], &e) == 0) {
+    size_t base = k.set.lowers + 1; /* the last of them is /dev; cgroup files follow */
+    if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && facts_begin(&k, &e) == 0 &&
+        base_attach(&k, fds, fds[base - 1], &e) == 0) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
         if (loop_init(&k.loop) < 0 || conn_init(&k.conn, client_fd, on_frame, &k) < 0)
@@ -214,7 +217,8 @@ int sandbox_main(int hub_fd, int client_fd)
         loop_add(&k.loop, &k.hub, hub_fd, EPOLLIN, on_hub, &k) < 0)
         return 1;
     while (!k.loop.stop) {
-        if (loop_turn(&k.loop, chan_timers(&k)) < 0)
+        int due = chan_timers(&k), look = limits_timer(&k);
+        if (loop_turn(&k.loop, look >= 0 && (due < 0 || look < due) ? look : due) < 0)
             break;
         keeper_flush(&k);
         helpers_reap(&k);

@@ -42,11 +42,19 @@ struct settings {
 
 struct chan;
 
+struct limits { /* limits.c */
+    bool memory_cg, pids_cg;
+    bool crowd; /* the last look found processes */
+    int oom_fd, memory_fd, pids_fd;
+    uint64_t oom_seen, last_ns;
+};
+
 struct keeper {
     struct loop loop;
     struct conn conn;
     struct src client, hub;
     struct settings set;
+    struct limits lim;
     struct ns_seen { /* a namespace of the episode at the last look, and in which episode it was first seen */
         int fd; /* keeps the number from being given to a new one */
         uint64_t id;

@@ -1,0 +1,308 @@
+/* The hub's cgroups: one directory a sandbox in each hierarchy where limits can be set. The keeper itself is put in (its
+ * episodes inherit it), because moving a process costs half a millisecond and a reset should not pay that. */
+#include "cgroups.h"
+
+#include <dirent.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "sys.h"
+
+enum { OWN = 3 /* the keeper, the episode's init, a helper */, PERIOD_US = 20000, MIN_QUOTA_US = 1000 };
+
+static const char *const controllers[CG_KINDS] = {"memory", "pids", "cpu"};
+
+/* Where this process is in the hierarchy of `controller` ("" is version 2's). */
+static int own_path(const char *controller, char *out, size_t cap)
+{
+    char line[4096];
+    FILE *f = fopen("/proc/self/cgroup", "re");
+    int r = -1;
+    while (f && r < 0 && fgets(line, sizeof line, f)) {
+        char *names = strchr(line, ':'), *path = names ? strchr(names + 1, ':') : NULL;
+        if (!path)
+            continue;
+        names++;
+        *path++ = 0;
+        path[strcspn(path, "\n")] = 0;
+        if (!*controller)
+            r = *names ? -1 : path_join(out, cap, "%s", path);
+        else
+            for (char *save = NULL, *w = strtok_r(names, ",", &save); w && r < 0; w = strtok_r(NULL, ",", &save))
+                if (strcmp(w, controller) == 0)
+                    r = path_join(out, cap, "%s", path);
+    }
+    if (f)
+        fclose(f);
+    return r;
+}
+
+static unsigned long long start_time(pid_t pid)
+{
+    char path[64], text[1024];
+    path_join(path, sizeof path, "/proc/%d/stat", (int)pid);
+    if (read_file_at(AT_FDCWD, path, text, sizeof text) <= 0)
+        return 0;
+    char *s = strrchr(text, ')');
+    unsigned long long t = 0;
+    if (!s || sscanf(s + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %*d %*d %*d %llu", &t) != 1)
+        return 0;
+    return t;
+}
+
+static bool may_write(int dir, const char *file)
+{
+    int fd = openat(dir, file, O_WRONLY | O_CLOEXEC);
+    if (fd < 0)
+        return false;
+    close(fd);
+    return true;
+}
+
+/* What a hub that was killed left: directories whose hub is no more. */
+static void sweep(int dir)
+{
+    int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    int pid;
+    unsigned long long born;
+    while (d && (x = readdir(d))) {
+        if (sscanf(x->d_name, "rlsandbox.%d.%llu", &pid, &born) != 2 || start_time(pid) == born)
+            continue;
+        int sub = openat(dir, x->d_name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        DIR *s = sub < 0 ? NULL : fdopendir(sub);
+        struct dirent *y;
+        while (s && (y = readdir(s)))
+            if (y->d_name[0] != '.')
+                unlinkat(dirfd(s), y->d_name, AT_REMOVEDIR); /* files refuse; so does one that is in use */
+        if (s)
+            closedir(s);
+        unlinkat(dir, x->d_name, AT_REMOVEDIR);
+    }
+    if (d)
+        closedir(d);
+    else
+        fd_close(&fd);
+}
+
+static int run_dir(struct hub *h, int base)
+{
+    sweep(base);
+    if (mkdirat(base, h->cg.name, 0755) < 0 && errno != EEXIST)
+        return -1;
+    int fd = openat(base, h->cg.name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (fd < 0)
+        unlinkat(base, h->cg.name, AT_REMOVEDIR);
+    return fd;
+}
+
+static bool usable(int dir, enum cg_kind kind, bool v2)
+{
+    static const char *const files[2][CG_KINDS] = {{"memory.limit_in_bytes", "pids.max", "cpu.cfs_quota_us"}, {"memory.max", "pids.max", "cpu.max"}};
+    bool ok = mkdirat(dir, "probe", 0755) == 0;
+    if (!ok)
+        return false;
+    int fd = openat(dir, "probe", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    ok = fd >= 0 && may_write(fd, files[v2][kind]) && may_write(fd, "cgroup.procs");
+    fd_close(&fd);
+    unlinkat(dir, "probe", AT_REMOVEDIR);
+    return ok;
+}
+
+static int open_below(struct hub *h, const char *mount, const char *path)
+{
+    char full[4400];
+    if (path_join(full, sizeof full, "sys/fs/cgroup/%s/%s", mount, path) < 0)
+        return -1;
+    return k_open_in(h->host, full, O_RDONLY | O_DIRECTORY, K_RESOLVE_IN_ROOT);
+}
+
+static void setup_v1(struct hub *h)
+{
+    char path[4096];
+    for (int kind = 0; kind < CG_KINDS; kind++) {
+        if (own_path(controllers[kind], path, sizeof path) < 0)
+            continue;
+        int base = open_below(h, controllers[kind], path);
+        if (base < 0) /* in a container the mount shows its own part only */
+            base = open_below(h, controllers[kind], "");
+        int dir = base < 0 ? -1 : run_dir(h, base);
+        if (dir >= 0 && usable(dir, (enum cg_kind)kind, false)) {
+            h->cg.dir[kind] = dir;
+            h->cg.base[kind] = base;
+            continue;
+        }
+        if (dir >= 0) {
+            close(dir);
+            unlinkat(base, h->cg.name, AT_REMOVEDIR);
+        }
+        fd_close(&base);
+    }
+}
+
+/* A group with processes cannot hand controllers down, so a place is looked for upwards, as far as we may write. */
+static void setup_v2(struct hub *h)
+{
+    char path[4096];
+    if (own_path("", path, sizeof path) < 0)
+        return;
+    for (;;) {
+        int base = open_below(h, "", path), dir = -1;
+        if (base >= 0) {
+            struct stat st;
+            bool v2 = fstatat(base, "cgroup.controllers", &st, 0) == 0;
+            (void)!write_file_at(base, "cgroup.subtree_control", "+memory +pids +cpu");
+            dir = v2 ? run_dir(h, base) : -1;
+            for (int kind = 0; dir >= 0 && kind < CG_KINDS; kind++) {
+                char word[16];
+                path_join(word, sizeof word, "+%s", controllers[kind]);
+                if (write_file_at(dir, "cgroup.subtree_control", word) == 0 && usable(dir, (enum cg_kind)kind, true)) {
+                    h->cg.dir[kind] = fcntl(dir, F_DUPFD_CLOEXEC, 0);
+                    h->cg.base[kind] = fcntl(base, F_DUPFD_CLOEXEC, 0);
+                    h->cg.v2 = true;
+                }
+            }
+            if (dir >= 0 && !h->cg.v2)
+                unlinkat(base, h->cg.name, AT_REMOVEDIR);
+            fd_close(&dir);
+            fd_close(&base);
+        }
+        char *slash = strrchr(path, '/');
+        if (h->cg.v2 || !slash)
+            return;
+        *slash = 0;
+    }
+}
+
+void cgroups_setup(struct hub *h)
+{
+    for (int kind = 0; kind < CG_KINDS; kind++)
+        h->cg.dir[kind] = h->cg.base[kind] = -1;
+    if (path_join(h->cg.name, sizeof h->cg.name, "rlsandbox.%d.%llu", (int)getpid(), start_time(getpid())) < 0)
+        return;
+    setup_v1(h);
+    if (h->cg.dir[CG_MEMORY] < 0 && h->cg.dir[CG_PIDS] < 0)
+        setup_v2(h);
+}
+
+static int put(int dir, const char *file, struct err *e, const char *fmt, unsigned long long a, unsigned long long b)
+{
+    char text[64];
+    if (strstr(fmt, "%llu %llu"))
+        snprintf(text, sizeof text, "%llu %llu", a, b);
+    else
+        snprintf(text, sizeof text, "%llu", a);
+    if (write_file_at(dir, file, text) < 0)
+        return fail(e, errno, "write %s to the sandbox's %s", text, file);
+    return 0;
+}
+
+static int limit(bool v2, int dir, enum cg_kind kind, uint64_t n, struct err *e)
+{
+    uint64_t quota;
+    switch (kind) {
+    case CG_MEMORY:
+        if (put(dir, v2 ? "memory.max" : "memory.limit_in_bytes", e, "%llu", n, 0) < 0)
+            return -1;
+        /* memory in swap would not count; a machine without swap has no such file */
+        (void)!write_file_at(dir, "memory.swap.max", "0");
+        if (!v2) {
+            struct err ignored = {0};
+            put(dir, "memory.memsw.limit_in_bytes", &ignored, "%llu", n, 0);
+        }
+        return 0;
+    case CG_PIDS:
+        return put(dir, "pids.max", e, "%llu", n + OWN, 0);
+    default:
+        quota = n * PERIOD_US / 1000;
+        if (quota < MIN_QUOTA_US)
+            quota = MIN_QUOTA_US;
+        if (v2)
+            return put(dir, "cpu.max", e, "%llu %llu", quota, PERIOD_US);
+        return put(dir, "cpu.cfs_period_us", e, "%llu", PERIOD_US, 0) < 0 ? -1 : put(dir, "cpu.cfs_quota_us", e, "%llu", quota, 0);
+    }
+}
+
+static int keep(int dir, const char *file, const char *role, int *fds, size_t *nfds, struct buf *facts)
+{
+    int fd = openat(dir, file, O_RDONLY | O_CLOEXEC);
+    if (fd < 0)
+        return 0; /* an older kernel: the keeper does without */
+    if (put_str(facts, TAG_CG_FILE, role) < 0) {
+        close(fd);
+        return -1;
+    }
+    fds[(*nfds)++] = fd;
+    return 0;
+}
+
+int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e)
+{
+    static const uint16_t tags[CG_KINDS] = {TAG_MEMORY_BYTES, TAG_PIDS, TAG_CPU_MILLI};
+    char text[16];
+    *nfds = 0;
+    path_join(text, sizeof text, "%d", (int)pid);
+    for (int kind = 0; kind < CG_KINDS; kind++) {
+        uint64_t want = tlv_get(p, n, tags[kind], 0);
+        int base = h->cg.dir[kind];
+        if (!want)
+            continue;
+        if (base < 0) {
+            if (kind == CG_CPU && put_str(facts, TAG_FACT, "limit.cpu=none") < 0)
+                return fail(e, ENOMEM, "keep facts");
+            continue;
+        }
+        if (mkdirat(base, member, 0755) < 0 && errno != EEXIST)
+            return fail(e, errno, "make a %s group for sandbox %s", controllers[kind], member);
+        int dir = openat(base, member, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (dir < 0)
+            return fail(e, errno, "open the %s group of sandbox %s", controllers[kind], member);
+        bool ok = limit(h->cg.v2, dir, (enum cg_kind)kind, want, e) == 0;
+        if (ok && write_file_at(dir, "cgroup.procs", text) < 0)
+            ok = fail(e, errno, "put a keeper into its %s group", controllers[kind]) == 0;
+        if (ok && put_fmt(facts, TAG_FACT, "limit.%s=cgroup", controllers[kind]) < 0)
+            ok = fail(e, ENOMEM, "keep facts") == 0;
+        if (ok && kind == CG_MEMORY)
+            ok = keep(dir, h->cg.v2 ? "memory.events" : "memory.oom_control", "oom", fds, nfds, facts) == 0 &&
+                 keep(dir, h->cg.v2 ? "memory.current" : "memory.usage_in_bytes", "memory", fds, nfds, facts) == 0;
+        if (ok && kind == CG_PIDS)
+            ok = keep(dir, "pids.current", "pids", fds, nfds, facts) == 0;
+        close(dir);
+        if (!ok)
+            return fail(e, ENOMEM, "open a sandbox's cgroup files");
+    }
+    return 0;
+}
+
+bool cgroups_remove(struct hub *h, const char *member)
+{
+    bool gone = true;
+    for (int kind = 0; kind < CG_KINDS; kind++)
+        if (h->cg.dir[kind] >= 0 && unlinkat(h->cg.dir[kind], member, AT_REMOVEDIR) < 0 && errno == EBUSY)
+            gone = false;
+    return gone;
+}
+
+void cgroups_end(struct hub *h)
+{
+    for (int kind = 0; kind < CG_KINDS; kind++) {
+        if (h->cg.dir[kind] < 0)
+            continue;
+        /* the last processes are dying: their groups are free in a moment */
+        for (int i = 0; i < 200 && unlinkat(h->cg.base[kind], h->cg.name, AT_REMOVEDIR) < 0 && errno == EBUSY; i++) {
+            int fd = openat(h->cg.dir[kind], ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+            DIR *d = fd < 0 ? NULL : fdopendir(fd);
+            struct dirent *x;
+            while (d && (x = readdir(d)))
+                if (x->d_name[0] != '.')
+                    unlinkat(h->cg.dir[kind], x->d_name, AT_REMOVEDIR);
+            if (d)
+                closedir(d);
+            usleep(5000);
+        }
+    }
+}

@@ -1,0 +1,13 @@
+/* Limits by cgroups, the hub's half (cgroups.c); the keeper's half is limits.c. */
+#ifndef RLS_CGROUPS_H
+#define RLS_CGROUPS_H
+#include "hub.h"
+
+void cgroups_setup(struct hub *h);
+/* Makes the groups that the settings ask for and puts `pid` in. Adds facts and TAG_CG_FILE roles to `facts`, in the order of
+ * the files in `fds` (room for CG_FILES). The caller closes them, after an error as well. */
+int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e);
+bool cgroups_remove(struct hub *h, const char *member); /* false: in use, try again */
+void cgroups_end(struct hub *h);
+
+#endif
