@@ -18,7 +18,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("rlsandbox.cli.run", "Run tasks with a policy; table, plot, gate for CI."),
     "bench": ("rlsandbox.bench.cli", "Measure this machine: TTFC, resets, memory, as ratios."),
     "doctor": (
-        "rlsandbox.backends.local.doctor",
+        "rlsandbox.cli.doctor",
         "What this machine offers, what is missing, how to get it.",
     ),
     "plan": ("rlsandbox.images.cli", "Plan image hydration for a list of tasks."),

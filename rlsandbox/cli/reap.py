@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 
@@ -23,6 +24,7 @@ def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_j
     """Remove what dead runs have left: directories, control groups. Live runs are never touched."""
     if backend != "local":
         raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local")
+    from ..backends.local.ids import detect
     from ..backends.local.state import leftovers, reap
 
     limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
@@ -38,7 +40,7 @@ def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_j
     if found and not dry_run:
         if not yes and not click.confirm(f"Remove {len(found)}?", err=True):
             return 1
-        gone, left = reap(older_s=limit)
+        gone, left = asyncio.run(reap(detect(), older_s=limit))
         removed, kept = [item.run for item in gone], [item.run for item in left]
     if as_json:
         print_json({"found": rows, "removed": removed, "kept": kept, "dry_run": dry_run})

@@ -26,10 +26,11 @@ from ...keeper.hubclient import HubClient
 from ...keeper.wire import Tag
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member
-from . import limits
+from . import limits, state, worker
 from .advice import advice
-from .ids import chosen
+from .ids import chosen, detect
 from .roots import Root, Roots
+from .state import RunState
 
 log = logging.getLogger("rlsandbox.local")
 
@@ -75,6 +76,8 @@ class Local(Backend):
         self._hub: HubClient | None = None
         self._places: dict[str, _Place] = {}
         self._roots: Roots | None = None
+        self._run: RunState | None = None
+        self._upper_place: Path | None = None
 
     def __repr__(self) -> str:
         state = "idle" if self._hub is None else f"{len(self._places)} members"
@@ -185,8 +188,18 @@ class Local(Backend):
         self._places.clear()
         if hub is not None:
             await hub.aclose()
+        run, self._run = self._run, None
+        if run is not None:
+            await self._forget(run)
 
     # The hub
+
+    async def _forget(self, run: RunState) -> None:
+        """The hub is gone, and with it all that used the run's directories."""
+        if self._upper_place is not None:
+            await worker.call("remove", {"path": str(self._upper_place)}, detect())
+        self._upper_place = None
+        run.end()
 
     async def _started(self) -> HubClient:
         async with self._hub_lock:
@@ -196,11 +209,24 @@ class Local(Backend):
                 self._hub = None
                 self._places.clear()
             if self._hub is None:
+                if self._run is None:
+                    self._run = await asyncio.to_thread(RunState.begin)
+                    await self._reap()
+                    if self._upper != "tmpfs":
+                        self._upper_place = await asyncio.to_thread(self._run.place, self._upper)
                 binary = await asyncio.to_thread(keeper_binary)
                 self._hub = await self._start(binary)
                 # Files on disk must fit the map of ids that the hub has chosen.
                 self._roots = Roots(chosen(self._hub.facts.get("ids", "")))
             return self._hub
+
+    @staticmethod
+    async def _reap() -> None:
+        """Remove what dead runs have left. That some of it stays is no reason not to work."""
+        try:
+            await state.reap(detect())
+        except OSError as error:
+            log.warning("the state of dead runs could not be read: %s", error)
 
     @staticmethod
     async def _start(binary: Path) -> HubClient:
@@ -238,7 +264,7 @@ class Local(Backend):
             "root": list(root.lowers),
             "overlay": [f"{target}={lower}" for target, lower in root.overlays],
             "bind": [f"{target}={source}" for target, source in root.binds],
-            "upper": "tmpfs" if self._upper == "tmpfs" else f"disk:{self._upper}",
+            "upper": "tmpfs" if self._upper_place is None else f"disk:{self._upper_place}",
             "upper_bytes": allowed.disk,
             "upper_inodes": allowed.inodes,
             "memory_bytes": allowed.memory,

@@ -12,10 +12,12 @@ process that made it is gone.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import shutil
@@ -27,7 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from ... import _paths
-from ...errors import ConfigError
+from ...errors import ConfigError, SandboxError
+from . import worker
+from .ids import IdMap
+
+log = logging.getLogger("rlsandbox.local")
 
 # POSIX locks go when *any* descriptor of the file is closed: our own lock files are never opened again.
 _OWN: set[str] = set()
@@ -42,12 +48,14 @@ class Leftover:
         path: that directory.
         pid: the process that it was.
         groups: its control groups that still exist.
+        places: directories elsewhere that hold upper layers of it.
     """
 
     run: str
     path: Path
     pid: int
-    groups: tuple[Path, ...]
+    groups: tuple[Path, ...] = ()
+    places: tuple[Path, ...] = ()
 
 
 class RunState:
@@ -58,6 +66,8 @@ class RunState:
         self.name = path.name
         self._lock = lock
         self._pid = os.getpid()
+        self._groups: list[str] = []
+        self._places: list[Path] = []
 
     @classmethod
     def begin(cls, home: Path | None = None) -> RunState:
@@ -75,12 +85,26 @@ class RunState:
                 hint="set RLSANDBOX_HOME to a directory of yours on a local disk",
             ) from error
         self = cls(path, lock)
-        self.note(groups=[])
+        self.note()
         return self
 
-    def note(self, *, groups: Sequence[str]) -> None:
-        """Write down what has to be removed if this process dies."""
-        data = {"pid": os.getpid(), "machine": machine_id(), "started": time.time(), "groups": list(groups)}
+    def place(self, directory: str) -> Path:
+        """A directory of this run for upper layers, in *directory* of the user's choice; noted first."""
+        path = Path(directory).absolute() / f"rlsandbox-{self.name}"
+        self.note(places=[str(path)])
+        self._places.append(path)
+        return _paths.private_directory(path)
+
+    def note(self, *, groups: Sequence[str] = (), places: Sequence[str] = ()) -> None:
+        """Write down, before it is made, what has to be removed if this process dies."""
+        self._groups += groups
+        data = {
+            "pid": os.getpid(),
+            "machine": machine_id(),
+            "started": time.time(),
+            "groups": self._groups,
+            "places": [*map(str, self._places), *places],
+        }
         half = self.path / "note.new"
         half.write_text(json.dumps(data))
         half.rename(self.path / "note.json")
@@ -89,7 +113,8 @@ class RunState:
         """Everything that was noted is gone: forget the run."""
         if os.getpid() != self._pid:
             return  # a forked child
-        shutil.rmtree(self.path, ignore_errors=True)
+        for path in [*self._places, self.path]:
+            shutil.rmtree(path, ignore_errors=True)
         os.close(self._lock)
         _OWN.discard(str(self.path))
 
@@ -107,27 +132,34 @@ def leftovers(home: Path | None = None) -> list[Leftover]:
         return list(_dead(home, locks))
 
 
-def reap(home: Path | None = None, *, older_s: float = 0.0) -> tuple[list[Leftover], list[Leftover]]:
-    """Remove what dead runs have left; (what was removed, what could not be: files of foreign ids).
+async def reap(
+    ids: IdMap, home: Path | None = None, *, older_s: float = 0.0
+) -> tuple[list[Leftover], list[Leftover]]:
+    """Remove what dead runs have left; (what was removed, what could not be).
 
-    Only what was last written to more than *older_s* seconds ago.
-
-    The second needs :func:`.worker.call` with the job ``remove``, and then another call.
+    Only what was last written to more than *older_s* seconds ago. Files of foreign ids go from within their
+    namespace.
     """
     removed: list[Leftover] = []
     kept: list[Leftover] = []
     with contextlib.ExitStack() as locks:
-        for found in _dead(home, locks):
-            if time.time() - found.path.stat().st_mtime < older_s:
-                continue
-            for group in found.groups:
-                _remove_group(group)
-            shutil.rmtree(found.path, ignore_errors=True)
-            (kept if found.path.exists() else removed).append(found)
+        found = await asyncio.to_thread(lambda: list(_dead(home, locks, older_s)))
+        for dead in found:
+            try:
+                for group in dead.groups:
+                    await asyncio.to_thread(_remove_group, group)
+                for path in (*dead.places, dead.path):
+                    await worker.call("remove", {"path": str(path)}, ids)
+            except SandboxError as error:
+                log.warning("what run %s has left could not be removed: %s", dead.run, error)
+                kept.append(dead)
+            else:
+                log.info("removed what run %s (process %d) had left", dead.run, dead.pid)
+                removed.append(dead)
     return removed, kept
 
 
-def _dead(home: Path | None, locks: contextlib.ExitStack) -> Iterator[Leftover]:
+def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) -> Iterator[Leftover]:
     """Dead runs, each locked by us until *locks* ends: two reapers never work on one."""
     top = (home if home is not None else _paths.home()) / "local"
     try:
@@ -136,7 +168,7 @@ def _dead(home: Path | None, locks: contextlib.ExitStack) -> Iterator[Leftover]:
         return
     for name in names:
         path = top / name
-        if str(path) in _OWN or not path.is_dir():
+        if str(path) in _OWN or not path.is_dir() or time.time() - path.stat().st_mtime < older_s:
             continue
         try:
             lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
@@ -160,7 +192,15 @@ def _dead(home: Path | None, locks: contextlib.ExitStack) -> Iterator[Leftover]:
         if host != here:
             continue
         groups = [Path(group) for group in note.get("groups", [])] if boot == now else []
-        yield Leftover(name, path, int(note.get("pid", 0)), tuple(g for g in groups if g.is_dir()))
+        # Only directories that are named after the run: a note cannot lead us to anything else.
+        places = [Path(place) for place in note.get("places", []) if Path(place).name == f"rlsandbox-{name}"]
+        yield Leftover(
+            run=name,
+            path=path,
+            pid=int(note.get("pid", 0)),
+            groups=tuple(group for group in groups if group.is_dir()),
+            places=tuple(place for place in places if place.is_dir() and not place.is_symlink()),
+        )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,0 +1,109 @@
+"""Where this process may make control groups, found out by making one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import advice as _advice
+
+CONTROLLERS = ("memory", "pids", "cpu", "freezer")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What was found.
+
+    Args:
+        version: ``v1``, ``v2`` or empty.
+        writable: for each controller, the directory in which a group could be made.
+    """
+
+    version: str
+    writable: dict[str, Path] = field(default_factory=dict)
+
+
+def find(proc: str = "/proc/self") -> Found:
+    """Try to make a group below the own one, for each controller."""
+    mounts = _mounts(Path(proc, "mountinfo"))
+    own = _own(Path(proc, "cgroup"))
+    writable: dict[str, Path] = {}
+    version = ""
+    for controller in CONTROLLERS:
+        if controller in own and controller in mounts:
+            version = "v1"
+            place = _below(mounts[controller], own[controller])
+            if _can_make(place, None):
+                writable[controller] = place
+    if not version and "" in own and "" in mounts:
+        version = "v2"
+        place = _below(mounts[""], own[""])
+        for controller in CONTROLLERS:
+            if _can_make(place, controller):
+                writable[controller] = place
+    return Found(version, writable)
+
+
+def advice(found: Found) -> str:
+    """How to get groups of one's own."""
+    if found.version == "v2" and os.geteuid() != 0:
+        return "start the program with: systemd-run --user --scope -p Delegate=yes COMMAND"
+    if _advice.container():
+        return (
+            "start the container with --cgroupns=private and /sys/fs/cgroup writable (docker: --privileged)"
+        )
+    return "run as root, or give this user a delegated group (systemd: Delegate=yes)"
+
+
+def _mounts(path: Path) -> dict[str, tuple[Path, str]]:
+    """Controller ("" for v2) -> (mount point, the group that is its root)."""
+    found: dict[str, tuple[Path, str]] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            head, _, tail = line.partition(" - ")
+            fields, kind = head.split(), tail.split()
+            if len(fields) < 5 or len(kind) < 3:
+                continue
+            if kind[0] == "cgroup2":
+                found[""] = (Path(fields[4]), fields[3])
+            elif kind[0] == "cgroup":
+                for controller in kind[2].split(","):
+                    found.setdefault(controller, (Path(fields[4]), fields[3]))
+    return found
+
+
+def _own(path: Path) -> dict[str, str]:
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            _, controllers, group = line.split(":", 2)
+            for controller in controllers.split(","):
+                found[controller] = group
+    return found
+
+
+def _below(mount: tuple[Path, str], group: str) -> Path:
+    """The own group's directory; a container's mount shows only what lies below its root."""
+    place, root = mount
+    inside = group.removeprefix(root) if root != "/" and group.startswith(root) else group
+    return place / inside.lstrip("/")
+
+
+def _can_make(place: Path, controller: str | None) -> bool:
+    sample = place / f"rlsandbox-probe-{os.getpid()}"
+    try:
+        sample.mkdir()
+    except OSError:
+        return False
+    try:
+        if controller is None:
+            return True
+        available = (sample / "cgroup.controllers").read_text().split()
+        return controller in available or controller == "freezer"
+    except OSError:
+        return False
+    finally:
+        with contextlib.suppress(OSError):
+            sample.rmdir()

@@ -1,0 +1,184 @@
+"""Leftovers of dead runs go, everything else stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlsandbox.backends.local import state
+from rlsandbox.backends.local.ids import detect
+from rlsandbox.backends.local.state import RunState, leftovers, reap
+from rlsandbox.errors import ConfigError
+
+RUN = """
+import os, sys
+from pathlib import Path
+from rlsandbox.backends.local.state import RunState
+run = RunState.begin(Path(sys.argv[1]))
+place = run.place(sys.argv[2]) if len(sys.argv) > 2 else None
+if place:
+    (place / "upper").mkdir()
+    (place / "upper/file").write_text("x" * 1000)
+(run.path / "something").write_text("x")
+child = os.fork() if "fork" in sys.argv else None
+if child == 0:
+    import time
+    time.sleep(600)
+print(run.path, child, flush=True)
+sys.stdin.read()
+"""
+
+
+def other_run(home: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path, str]:
+    tree = Path(__file__).resolve().parents[3]
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN, str(home), *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=tree,
+    )
+    assert process.stdout is not None
+    path, child = process.stdout.readline().split()
+    return process, Path(path), child
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+async def test_a_killed_run_goes_and_live_ones_stay(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "disk"
+    elsewhere.mkdir()
+    own = RunState.begin(tmp_path)
+    dead, dead_path, _ = other_run(tmp_path, str(elsewhere))
+    alive, alive_path, _ = other_run(tmp_path, str(elsewhere))
+    try:
+        kill(dead)
+        (found,) = leftovers(tmp_path)
+        assert (found.path, found.pid) == (dead_path, dead.pid)
+        assert [place.name for place in found.places] == [f"rlsandbox-{dead_path.name}"]
+        assert dead_path.exists(), "looking removes nothing"
+        assert [gone.path for gone in await reap(detect(), tmp_path)] == [dead_path]
+        assert sorted(path.name for path in (tmp_path / "local").iterdir()) == sorted([own.name, alive_path.name])
+        assert [path.name for path in elsewhere.iterdir()] == [f"rlsandbox-{alive_path.name}"]
+        assert leftovers(tmp_path) == []
+    finally:
+        kill(alive)
+        own.end()
+    assert [gone.path for gone in await reap(detect(), tmp_path)] == [alive_path]
+    assert list((tmp_path / "local").iterdir()) == []
+
+
+async def test_a_forked_child_of_the_trainer_keeps_nothing_alive(tmp_path: Path) -> None:
+    dead, dead_path, child = other_run(tmp_path, str(tmp_path), "fork")
+    try:
+        dead.kill()
+        dead.wait()
+        assert os.path.exists(f"/proc/{child}")
+        assert [gone.path for gone in await reap(detect(), tmp_path)] == [dead_path]
+    finally:
+        os.kill(int(child), signal.SIGKILL)
+        dead.communicate()
+
+
+async def test_what_another_machine_left_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dead, path, _ = other_run(tmp_path)
+    kill(dead)
+    note = json.loads((path / "note.json").read_text())
+    note["machine"] = "elsewhere " + note["machine"].split()[1]
+    (path / "note.json").write_text(json.dumps(note))
+    assert await reap(detect(), tmp_path) == []
+    note["machine"] = state.machine_id().split()[0] + " an-earlier-start"
+    note["groups"] = ["/sys/fs/cgroup/rlsandbox-x"]
+    (path / "note.json").write_text(json.dumps(note))
+    (found,) = await reap(detect(), tmp_path)
+    assert found.groups == (), "control groups did not outlive the restart"
+    assert not path.exists()
+
+
+async def test_a_note_leads_to_nothing_of_others(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("keep")
+    dead, path, _ = other_run(tmp_path)
+    kill(dead)
+    (tmp_path / f"rlsandbox-{path.name}").symlink_to(precious)
+    note = json.loads((path / "note.json").read_text())
+    note["places"] = [str(precious), str(tmp_path / f"rlsandbox-{path.name}"), "/"]
+    note["groups"] = [str(precious)]
+    (path / "note.json").write_text(json.dumps(note))
+    (found,) = await reap(detect(), tmp_path)
+    assert found.places == ()
+    assert (precious / "file").read_text() == "keep"
+
+
+async def test_a_directory_without_a_lock_is_left_alone_while_young(tmp_path: Path) -> None:
+    young = tmp_path / "local" / "1-young"
+    young.mkdir(parents=True)
+    assert leftovers(tmp_path) == []
+    assert young.exists()
+    old = time.time() - 120
+    os.utime(young, (old, old))
+    assert leftovers(tmp_path) == []
+    assert not young.exists()
+
+
+def test_our_own_lock_survives_a_look_at_it(tmp_path: Path) -> None:
+    own = RunState.begin(tmp_path)
+    assert leftovers(tmp_path) == []
+    code = (
+        "import sys; from pathlib import Path; from rlsandbox.backends.local.state import leftovers;"
+        "print(len(leftovers(Path(sys.argv[1]))))"
+    )
+    tree = Path(__file__).resolve().parents[3]
+    seen = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tree)
+    assert seen.stdout == "0\n", seen.stderr
+    own.end()
+    own_again = RunState.begin(tmp_path)
+    assert own_again.path != own.path
+    own_again.end()
+
+
+def test_a_home_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used") as caught:
+        RunState.begin(tmp_path / "file")
+    assert "RLSANDBOX_HOME" in caught.value.hint
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making control groups needs root")
+async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path) -> None:
+    from rlsandbox.backends.local import cgroups
+
+    writable = cgroups.find().writable
+    if "pids" not in writable:
+        pytest.skip("no control groups can be made here")
+    group = writable["pids"] / f"rlsandbox-test-{os.getpid()}"
+    (group / "inner").mkdir(parents=True)
+    process = subprocess.Popen(["sleep", "600"])
+    try:
+        (group / "inner/cgroup.procs").write_text(str(process.pid))
+        dead, path, _ = other_run(tmp_path)
+        kill(dead)
+        note = json.loads((path / "note.json").read_text())
+        note["groups"] = [str(group)]
+        (path / "note.json").write_text(json.dumps(note))
+        (found,) = await reap(detect(), tmp_path)
+        assert found.groups == (group,)
+        assert not group.exists()
+        assert process.wait(10) == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.wait()
+        for left in (group / "inner", group):
+            if left.exists():
+                left.rmdir()
