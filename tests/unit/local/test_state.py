@@ -67,14 +67,14 @@ async def test_a_killed_run_goes_and_live_ones_stay(tmp_path: Path) -> None:
         assert (found.path, found.pid) == (dead_path, dead.pid)
         assert [place.name for place in found.places] == [f"rlsandbox-{dead_path.name}"]
         assert dead_path.exists(), "looking removes nothing"
-        assert [gone.path for gone in await reap(detect(), tmp_path)] == [dead_path]
+        assert [gone.path for gone in (await reap(detect(), tmp_path))[0]] == [dead_path]
         assert sorted(path.name for path in (tmp_path / "local").iterdir()) == sorted([own.name, alive_path.name])
         assert [path.name for path in elsewhere.iterdir()] == [f"rlsandbox-{alive_path.name}"]
         assert leftovers(tmp_path) == []
     finally:
         kill(alive)
         own.end()
-    assert [gone.path for gone in await reap(detect(), tmp_path)] == [alive_path]
+    assert [gone.path for gone in (await reap(detect(), tmp_path))[0]] == [alive_path]
     assert list((tmp_path / "local").iterdir()) == []
 
 
@@ -84,7 +84,7 @@ async def test_a_forked_child_of_the_trainer_keeps_nothing_alive(tmp_path: Path)
         dead.kill()
         dead.wait()
         assert os.path.exists(f"/proc/{child}")
-        assert [gone.path for gone in await reap(detect(), tmp_path)] == [dead_path]
+        assert [gone.path for gone in (await reap(detect(), tmp_path))[0]] == [dead_path]
     finally:
         os.kill(int(child), signal.SIGKILL)
         dead.communicate()
@@ -96,11 +96,11 @@ async def test_what_another_machine_left_is_not_judged(tmp_path: Path, monkeypat
     note = json.loads((path / "note.json").read_text())
     note["machine"] = "elsewhere " + note["machine"].split()[1]
     (path / "note.json").write_text(json.dumps(note))
-    assert await reap(detect(), tmp_path) == []
+    assert await reap(detect(), tmp_path) == ([], [])
     note["machine"] = state.machine_id().split()[0] + " an-earlier-start"
     note["groups"] = ["/sys/fs/cgroup/rlsandbox-x"]
     (path / "note.json").write_text(json.dumps(note))
-    (found,) = await reap(detect(), tmp_path)
+    ((found,), _) = await reap(detect(), tmp_path)
     assert found.groups == (), "control groups did not outlive the restart"
     assert not path.exists()
 
@@ -116,7 +116,7 @@ async def test_a_note_leads_to_nothing_of_others(tmp_path: Path) -> None:
     note["places"] = [str(precious), str(tmp_path / f"rlsandbox-{path.name}"), "/"]
     note["groups"] = [str(precious)]
     (path / "note.json").write_text(json.dumps(note))
-    (found,) = await reap(detect(), tmp_path)
+    ((found,), _) = await reap(detect(), tmp_path)
     assert found.places == ()
     assert (precious / "file").read_text() == "keep"
 
@@ -172,7 +172,7 @@ async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path
         note = json.loads((path / "note.json").read_text())
         note["groups"] = [str(group)]
         (path / "note.json").write_text(json.dumps(note))
-        (found,) = await reap(detect(), tmp_path)
+        ((found,), _) = await reap(detect(), tmp_path)
         assert found.groups == (group,)
         assert not group.exists()
         assert process.wait(10) == -signal.SIGKILL
