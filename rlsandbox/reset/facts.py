@@ -38,8 +38,11 @@ class Facts:
     def of_lines(cls, told: Iterable[tuple[str, str]]) -> Facts:
         """From pairs of a line's kind and the rest of it."""
         lines: dict[str, list[str]] = {}
-        for kind, rest in told:
-            lines.setdefault(kind, []).append(rest)
+        last, of_last = "", list[str]()
+        for kind, rest in told:  # facts of one kind come together
+            if kind != last:
+                last, of_last = kind, lines.setdefault(kind, [])
+            of_last.append(rest)
         return cls({kind: tuple(rest) for kind, rest in lines.items()})
 
     def of(self, kind: str) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import pluggy
 
@@ -218,10 +219,28 @@ def _implementations(
     manager: pluggy.PluginManager, hook: str, *, built_in: bool, others: bool = True
 ) -> list[_Call]:
     """The hook's implementations one by one, in pluggy's order, so that each can be named."""
+    known = getattr(manager.hook, hook).get_hookimpls()
+    if any(impl.wrapper or impl.hookwrapper for impl in known):
+        return _calls(manager, hook, known, built_in, others)  # these refer to the manager: never kept
+    wanted = (hook, built_in, others)
+    told = _told_before.setdefault(manager, {}).get(wanted)
+    if told is None or told[0] != known:
+        told = _told_before[manager][wanted] = known, _calls(manager, hook, known, built_in, others)
+    return told[1]
+
+
+_told_before: WeakKeyDictionary[
+    pluggy.PluginManager, dict[tuple[str, bool, bool], tuple[list[pluggy.HookImpl], list[_Call]]]
+] = WeakKeyDictionary()
+"""Answers of :func:`_implementations`: they are the same for every verification of a pool."""
+
+
+def _calls(
+    manager: pluggy.PluginManager, hook: str, known: list[pluggy.HookImpl], built_in: bool, others: bool
+) -> list[_Call]:
     import rlsandbox_plugins
 
     ours = {id(plugin) for plugin in rlsandbox_plugins.BUILTIN.values()}
-    known = getattr(manager.hook, hook).get_hookimpls()
     impls = [impl for impl in known if not (impl.wrapper or impl.hookwrapper)]
     wrapped = len(impls) < len(known)
     calls: list[_Call] = []
