@@ -1,0 +1,56 @@
+# make demo   24 small tasks in isolated, warm, verified sandboxes: table and plot
+# make test   the test suite
+# make lint   ruff, mypy, import rules
+# make clean  forget the virtual environment
+#
+# Needs Python 3.11 or later with venv. Everything else goes into .venv and nothing outside this directory; a
+# C compiler that links statically is used where there is one. Safe to repeat: only what is missing is installed.
+
+VENV ?= .venv
+PYTHON ?=
+ARGS ?=
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+MADE_OF := pyproject.toml setup.py $(wildcard build_backend/*.py)
+
+# With this set, importing large packages takes seconds longer each time.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test lint clean
+help:
+	@sed -n 's/^# //p' Makefile | head -4
+
+demo: $(VENV)/.have-demo
+	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 4 \
+	    --require-coverage 1 --require-reward 1 --plot demo.png $(ARGS)
+
+test: $(VENV)/.have-dev
+	$(PY) -m pytest $(ARGS)
+
+lint: $(VENV)/.have-dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+clean:
+	rm -rf $(VENV)
+
+$(PY):
+	@for python in $(PYTHON) python3.13 python3.12 python3.11 python3.14 python3; do \
+	    if "$$python" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "$$python -m venv $(VENV)"; exec "$$python" -m venv $(VENV); \
+	    fi; \
+	done; \
+	echo "no Python 3.11 or later with venv: install it (Debian: apt install python3 python3-venv)" >&2; \
+	echo "or name it: make PYTHON=/path/to/python3" >&2; exit 1
+
+# A venv made without pip (by uv) gets it.
+$(VENV)/.have-%: $(PY) $(MADE_OF)
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PY) -m ensurepip --default-pip >/dev/null
+	@echo "installing what is missing into $(VENV)"
+	$(PIP) -e '.[$(EXTRA_$*)]'
+	@touch $@
+
+EXTRA_demo := plots
+EXTRA_dev := dev
