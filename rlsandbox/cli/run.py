@@ -170,13 +170,13 @@ def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet
     events.add_row(*(f"{stats.get(name, 0):,}" for name in EVENTS))
     out.print(events)
     for cause, n in _causes(report):
-        out.print(f"{n} x {cause}", style="red", markup=False)
+        out.print(f"{n} x {cause}", style="red", markup=False, soft_wrap=True)
     for line in stats.get("residue", ()):
-        out.print(f"residue: {line}", style="yellow", markup=False)
+        out.print(f"residue: {line}", style="yellow", markup=False, soft_wrap=True)
     if heading["plot"]:
-        out.print(f"plot: {heading['plot']}", markup=False)
+        out.print(f"plot: {heading['plot']}", markup=False, soft_wrap=True)
     for line in unmet:
-        out.print(f"not met: {line}", style="red", markup=False)
+        out.print(f"not met: {line}", style="red", markup=False, soft_wrap=True)
 
 
 def _require_plots() -> None:
