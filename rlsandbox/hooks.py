@@ -219,6 +219,9 @@ def plugin_manager(
     plugins: Iterable[object] = (), *, block: Iterable[str] = (), entry_points: bool = True
 ) -> pluggy.PluginManager:
     """A manager with the built-in plugins, those of installed packages, and *plugins*, in that order."""
+    import importlib.metadata
+
+    from ._settings import nearest
     from .errors import ConfigError
 
     manager = pluggy.PluginManager(PROJECT)
@@ -241,9 +244,9 @@ def plugin_manager(
         manager.load_setuptools_entrypoints(PROJECT)
     for plugin in plugins:
         manager.register(plugin)
-    unknown = blocked - set(known) - {n for n, _ in manager.list_name_plugin()}
+    # Not from the manager's own list: that holds every name that was blocked.
+    names = {*known, *(point.name for point in importlib.metadata.entry_points(group=PROJECT))}
+    unknown = sorted(blocked - names)
     if unknown:
-        raise ConfigError(
-            f"block: no plugin is called {sorted(unknown)[0]!r}; built-in are {', '.join(sorted(known))}"
-        )
+        raise ConfigError(f"block: no plugin is called {unknown[0]!r}{nearest(unknown[0], names)}")
     return manager

@@ -1,7 +1,7 @@
 """The command line: ``rlsandbox COMMAND``.
 
 Commands are loaded when they are called, so that ``--help`` and errors come at once. A command lives in a
-module that has a ``click`` command (or group) called ``command``; :data:`COMMANDS` says where. What it returns
+module that has a ``click`` command (or group) named ``command``; :data:`COMMANDS` says where. What it returns
 is the exit status: 0 fine; 1 something failed (rollouts, a gate, the place); 2 what was asked for is wrong;
 130 interrupted. An error is one line on stderr; ``--debug`` adds the traceback.
 """

@@ -52,15 +52,13 @@ def _one(pool: Pool, task: Task, tell: _Teller) -> None:
         for name, data in (solution.files if solution else {}).items():
             sandbox.write_file(f"{task.workdir}/{name}", data)
         outcome = sandbox.grade()
-        tell.step(
-            f"The work is graded by hidden checks, after the agent's processes are gone: reward {outcome.reward}."
-        )
+        tell.step(f"Graded by hidden checks, after the agent's processes are gone: reward {outcome.reward}.")
     began = time.monotonic()
     with pool.claim(task, timeout=60) as sandbox:
         clean = sandbox.run("grep -c graffiti calc.py; ls -A /tmp; pgrep sleep")
         took = time.monotonic() - began
         tell.step(
-            f"Released, reset, verified from outside, claimed again: {took * 1000:.1f} ms. What is left of it:",
+            f"Released, reset, verified from outside, claimed again: {took * 1000:.1f} ms. What is left:",
             clean.text.strip(),
         )
 

@@ -1,0 +1,197 @@
+"""The group, the exit statuses, and one line for every error."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import click
+import pytest
+
+import rlsandbox
+from rlsandbox import cli as cli_package
+from rlsandbox.errors import ClaimTimeoutError, ConfigError, ImageError, SandboxError, UnsupportedError
+
+from .conftest import Cli
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """A command ``fake`` whose body is ``module.body``."""
+    module = types.ModuleType("rlsandbox_fake_command")
+
+    @click.command()
+    @click.option("--json", "as_json", is_flag=True)
+    def command(as_json: bool) -> object:
+        return module.body()  # type: ignore[no-any-return]
+
+    module.command = command  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(cli_package.COMMANDS, "fake", (module.__name__, "For a test."))
+    return module
+
+
+def test_help_lists_what_is_there_without_loading_it(cli: Cli) -> None:
+    done = cli("--help")
+    assert done.status == 0
+    for name in ("quickstart", "run", "config", "keeper", "reap"):
+        assert f"  {name} " in done.out
+    script = (
+        "import sys, rlsandbox.cli as c; c.main(['--help']);"
+        "assert not {'rlsandbox.pool', 'rich', 'gymnasium', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, timeout=60)
+
+
+def test_a_command_that_is_not_installed_is_left_out(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cli_package.COMMANDS, "ghost", ("rlsandbox.no_such.module", "Not there."))
+    assert "ghost" not in cli("--help").out
+    assert "unknown command 'ghost'" in cli("ghost").err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["runn"], "unknown command 'runn': did you mean 'run'?"),
+        (["run", "--sise", "3"], "run: No such option"),
+        (["run", "--size"], "Option '--size' requires an argument"),
+        (["run", "--size", "four"], "'four' is not a valid integer"),
+        (["run", "--tasks", "nope.jsonl"], "no such file or directory"),
+        (["run", "--tasks", "humanevel"], "did you mean 'humaneval'"),
+        (["run", "--policy", "cannonical"], "did you mean 'canonical'"),
+        (["run", "--size", "-1"], "size must be a whole number of at least 1, not -1"),
+        (["run", "--limit", "0"], "limit must be a whole number above 0"),
+        (["run", "--backend", "locl"], "unknown backend 'locl': did you mean 'local'?"),
+        (["run", "--plot", "nowhere/x.png"], "--plot: there is no directory"),
+        (["run", "--plot", "."], "--plot: . is a directory"),
+        (["run", "--require-coverage", "2"], "--require-coverage must be a share from 0 to 1"),
+        (["run", "--resume"], "--resume needs --run NAME"),
+        (["run", "--config", "missing.toml"], "missing.toml, which is not a file"),
+        (["run", "--profile", "eval"], "unknown profile 'eval'"),
+        (["run", "--memory", "lots"], "Spec.memory must be bytes"),
+        (["run", "--block", "gti"], "no plugin is called 'gti'"),
+        (["run", "--group-size", "0"], "group_size must be a whole number of at least 1"),
+        (["run", "--run", "a/b"], "run"),
+        (["keeper", "build", "--arch", "vax"], "unknown architecture 'vax'"),
+        (["keeper", "build", "--out", "nowhere/keeper"], "--out: nowhere/keeper"),
+        (["reap", "--older-than", "soon"], "--older-than must be a time such as"),
+        (["reap", "--backend", "moon"], "reap does not know backend 'moon'"),
+        (["config", "show", "--profile", "x"], "unknown profile 'x'"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(cli: Cli, argv: list[str], said: str) -> None:
+    done = cli(*argv)
+    assert done.status == 2, done
+    assert said in done.err
+    assert done.err.count("\n") == 1, done.err
+    assert done.err.startswith("rlsandbox")
+    assert done.out == ""
+    assert not list(Path.cwd().iterdir()), "something half-made was left behind"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("wrong", hint="right"), 2),
+        (UnsupportedError("cannot"), 2),
+        (ClaimTimeoutError("late"), 1),
+        (ImageError("broken"), 1),
+        (SandboxError("two\nlines"), 1),
+        (RuntimeError("a bug"), 1),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+    ],
+)
+def test_errors_become_statuses(cli: Cli, fake: types.ModuleType, error: BaseException, status: int) -> None:
+    def body() -> None:
+        raise error
+
+    fake.body = body  # type: ignore[attr-defined]
+    done = cli("fake")
+    assert done.status == status
+    assert done.err.strip().count("\n") == 0
+    assert "Traceback" not in done.err
+    for line in (getattr(error, "hint", ""), *str(getattr(error, "message", "")).split("\n")):
+        assert line in done.err
+    debugged = cli("--debug", "fake")
+    assert debugged.status == status
+    assert ("Traceback" in debugged.err) == (status != 130)
+
+
+def test_json_tells_errors_too(cli: Cli, fake: types.ModuleType) -> None:
+    def body() -> None:
+        raise ImageError("cut off", hint="pull it again")
+
+    fake.body = body  # type: ignore[attr-defined]
+    done = cli("fake", "--json")
+    assert done.json["exit_status"] == 1
+    assert done.json["error"]["kind"] == "image"
+    assert done.json["error"]["hint"] == "pull it again"
+    assert cli("run", "--json", "--size", "0").json["error"]["type"] == "ConfigError"
+
+
+def test_return_values_are_statuses(cli: Cli, fake: types.ModuleType) -> None:
+    for value, status in ((None, 0), (0, 0), (3, 3), ("text", 0)):
+        fake.body = lambda value=value: value  # type: ignore[attr-defined]
+        assert cli("fake").status == status
+
+
+def test_verbose_shows_log_lines(cli: Cli, fake: types.ModuleType) -> None:
+    import logging
+
+    fake.body = lambda: logging.getLogger("rlsandbox.x").info("a step")  # type: ignore[attr-defined]
+    assert "a step" not in cli("fake").err
+    assert "INFO rlsandbox.x: a step" in cli("-v", "fake").err
+    assert "a step" not in cli("fake").err
+
+
+def test_version_and_module(cli: Cli) -> None:
+    assert cli("keeper").status in (0, 2)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsandbox", "config", "show", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert rlsandbox.__name__ in done.stdout or "settings" in done.stdout
+
+
+def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsandbox", "config", "show"],
+        stdout=write, stderr=subprocess.PIPE, text=True, timeout=60,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )  # fmt: skip
+    os.close(write)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_ctrl_c_is_130(tmp_path: Path) -> None:
+    """A real SIGINT to a real process, while the command works."""
+    (tmp_path / "slow.py").write_text(
+        "print('ready', flush=True)\nimport time\ntime.sleep(60)\ndef fn(s, t): ...\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rlsandbox", "run", "--policy", "slow:fn"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "ready\n"
+    began = time.monotonic()
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "Traceback" not in err
+    assert time.monotonic() - began < 30
