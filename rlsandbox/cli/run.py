@@ -122,7 +122,7 @@ def _facts(pool: Any) -> dict[str, Any]:
     stats = pool.stats()
     return {
         "run": pool.run,
-        "ledger": str(pool.report().where) if hasattr(pool.report(), "where") else None,
+        "ledger": str(getattr(pool, "_pool", pool).ledger.path),
         "metrics": pool.metrics.to_dict(),
         "stats": dataclasses.asdict(stats),
         "table": metrics_table(pool, title="times (s)"),

@@ -8,10 +8,12 @@ A rollout is recorded as asked for before any work (:meth:`Ledger.request`, then
 from __future__ import annotations
 
 import asyncio
+import atexit
 import itertools
 import logging
 import math
 import os
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +49,7 @@ class Ledger:
         self._open: dict[str, Entry] = {}
         self._batches = itertools.count(1 + sum(p.source == str(store.path) for p in book.processes))
         self._next: dict[str, int] = {}
+        _ledgers.add(self)
         for entry in book.rollouts.values():
             self._next[entry.task_id] = max(self._next.get(entry.task_id, 0), entry.index + 1)
 
@@ -209,9 +212,11 @@ class Ledger:
 
     def close(self, timeout: float = 5.0) -> None:
         """End what is open as cancelled and close the file; takes about *timeout* at most. Twice is fine."""
-        for entry in list(self._open.values()):
-            entry.cancel("the pool was closed before the rollout ended")
+        if self._store.foreign:
+            return
         if not self._store.closed:
+            for entry in list(self._open.values()):
+                entry.cancel("the pool was closed before the rollout ended")
             self._store.append("close", None, {"pid": os.getpid()})
         self._store.close(timeout)
         self._lock.release()
@@ -350,7 +355,7 @@ class Attempt:
     def end(self, sandbox: Any = None, failure: Failure | None = None) -> None:
         """It is over, well or not; *sandbox* tells its times. Once."""
         mine = self.log
-        if mine.ended_at is not None:
+        if mine.ended_at is not None or self._entry._ledger._store.closed:
             return
         mine.ended_at = self._entry._ledger.now()
         mine.failure = failure
@@ -363,6 +368,16 @@ class Attempt:
         if failure is not None:
             data["failure"] = to_dict(failure)
         self._entry._append("attempt_end", data, at=mine.ended_at)
+
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """The interpreter ends and nobody has closed the pool: what is open was not lost, it was left."""
+    for ledger in list(_ledgers):
+        ledger.close(timeout=2.0)
 
 
 def _claim_file(first: Path) -> tuple[lock.RunLock, int, Path]:

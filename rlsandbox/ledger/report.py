@@ -156,6 +156,16 @@ class Report:
                 counts[_key(by, log.record.failure, record.node, record.image, log)] += 1
         return dict(counts.most_common())
 
+    def examples(self) -> dict[str, str]:
+        """One cause of each kind of failure."""
+        found: dict[str, str] = {}
+        for log in self.logs:
+            ended = log.record.failure if log.record is not None else None
+            for failure in (ended, *(attempt.failure for attempt in log.attempts)):
+                if failure is not None:
+                    found.setdefault(failure.kind, failure.cause)
+        return found
+
     @property
     def warnings(self) -> list[str]:
         """What a reader of the numbers must know."""

@@ -116,7 +116,7 @@ class Store:
         text = json.dumps(data, separators=(",", ":"), default=_plain)
         if rollout is not None:
             rollout = rollout.encode("utf-8", "backslashreplace").decode()
-        if os.getpid() != self._pid:
+        if self.foreign:
             raise LedgerError(
                 f"the ledger {self.path} belongs to process {self._pid}, not to its child {os.getpid()}",
                 hint="connect to the pool from the child: Pool.connect(ref)",
@@ -164,6 +164,11 @@ class Store:
     def closed(self) -> bool:
         return self._closed
 
+    @property
+    def foreign(self) -> bool:
+        """Whether this is a forked child of the process that it belongs to."""
+        return os.getpid() != self._pid
+
     def abandon(self) -> None:
         """Close at once and forget what is not committed: work has not started, nothing is owed."""
         with self._cv:
@@ -172,7 +177,7 @@ class Store:
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is left, trying for *timeout* seconds; then put it elsewhere. Twice is fine."""
-        if os.getpid() != self._pid:
+        if self.foreign:
             return
         with self._cv:
             if self._closed:

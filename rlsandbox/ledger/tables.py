@@ -10,6 +10,7 @@ from .records import Process
 from .report import BY, Report
 
 MOST_ROWS = 20
+MOST_CHARACTERS = 200
 
 
 def _console(console: Any) -> Any:
@@ -40,16 +41,17 @@ def print_report(report: Report, console: Any = None) -> None:
     table.add_row(f"... with the {len(report.missing)} missing ones", text)
     table.add_row("attempts", f"{sum(len(log.attempts) for log in report.logs):,}")
     batches = report.batches
-    name = "batch completion" if len(batches) == 1 else f"batch completion, mean of {len(batches)}"
+    name = "batch completion" if len(batches) < 2 else f"batch completion, mean of {len(batches)}"
     done = report.batch_completion_s
     table.add_row(name, "-" if done is None else f"{done:.3f} s")
     for outcome, n in report.outcomes().items():
         table.add_row(f"  {outcome.replace('_', ' ')}", f"{n:,}")
     console.print(table)
+    examples = report.examples()
     for by in BY:
         ended, tried = report.failures(by), report.failures(by, attempts=True)
         if ended or tried:
-            console.print(_failures(by, ended, tried))
+            console.print(_failures(by, ended, tried, examples if by == "kind" else {}))
     for process in report.processes:
         if process.closed_at is None and report.requested:
             console.print(f"[dim]{escape(_unclosed(process))}[/dim]", soft_wrap=True)
@@ -63,7 +65,7 @@ def _unclosed(process: Process) -> str:
     )
 
 
-def _failures(by: str, ended: dict[str, int], tried: dict[str, int]) -> Any:
+def _failures(by: str, ended: dict[str, int], tried: dict[str, int], examples: dict[str, str]) -> Any:
     from rich.markup import escape
     from rich.table import Table
 
@@ -71,9 +73,12 @@ def _failures(by: str, ended: dict[str, int], tried: dict[str, int]) -> Any:
     table.add_column(by)
     table.add_column("rollouts", justify="right")
     table.add_column("attempts", justify="right")
+    if examples:
+        table.add_column("for example")
     names = sorted({*ended, *tried}, key=lambda name: (-ended.get(name, 0), -tried.get(name, 0), name))
     for name in names[:MOST_ROWS]:
-        table.add_row(escape(name), f"{ended.get(name, 0):,}", f"{tried.get(name, 0):,}")
+        cells = [escape(examples.get(name, "")[:MOST_CHARACTERS])] if examples else []
+        table.add_row(escape(name), f"{ended.get(name, 0):,}", f"{tried.get(name, 0):,}", *cells)
     if len(names) > MOST_ROWS:
         rest = names[MOST_ROWS:]
         total = sum(ended.get(n, 0) for n in rest), sum(tried.get(n, 0) for n in rest)

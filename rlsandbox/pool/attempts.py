@@ -120,7 +120,7 @@ class Chain:
                     return
                 await self._pause(attempt.n)
                 self.pool.expect([self.task])
-        except (asyncio.CancelledError, Stopped):
+        except (asyncio.CancelledError, Stopped, GeneratorExit):
             raise
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and real_interrupt():
