@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -158,7 +159,7 @@ def test_one_that_dies_or_stalls_leaves_the_others_alone(pool: rls.Pool, sign: s
     try:
         obs, rewards, terms, truncs, infos = envs.step(["echo a", "echo b", "echo c", "echo d"])
     finally:
-        if sign == signal.SIGSTOP:
+        with contextlib.suppress(ProcessLookupError):  # given up: killed
             os.kill(keeper, signal.SIGCONT)
     assert obs["stdout"] == ("a\n", "", "c\n", "d\n")
     assert np.isnan(rewards).tolist() == truncs.tolist() == [False, True, False, False]
@@ -194,7 +195,14 @@ def test_an_interrupted_step_leaves_an_environment_that_can_be_closed(pool: rls.
 
 
 def test_processes_of_gymnasiums_own_each_have_a_pool() -> None:
-    envs = gym.make_vec("Sandbox-v0", num_envs=2, vectorization_mode="async", tasks=TASKS, config=False)
+    envs = gym.make_vec(
+        "Sandbox-v0",
+        num_envs=2,
+        vectorization_mode="async",
+        vector_kwargs={"shared_memory": False},  # Gymnasium reads texts from it once and never again
+        tasks=TASKS,
+        config=False,
+    )
     envs.reset(seed=0)
     obs, *_ = envs.step(("echo é", "exit 3"))
     assert obs["stdout"] == ("é\n", "")
