@@ -71,6 +71,7 @@ class Metrics:
     Args:
         run: the pool's run, a label of whatever is exported.
         gauges: called by exporters for what is so now (``ready``, ``claimed`` ...); from any thread.
+        totals: called for counters that are kept elsewhere; from any thread. They only grow, too.
     """
 
     ttfc: Series
@@ -79,9 +80,16 @@ class Metrics:
     prime: Series
     batch: Series
 
-    def __init__(self, *, run: str = "", gauges: Callable[[], Mapping[str, float]] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        run: str = "",
+        gauges: Callable[[], Mapping[str, float]] | None = None,
+        totals: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
         self.run = run
         self.gauges = gauges
+        self.totals = totals
         self.idle = IdleMeter()
         self._series = {name: Series(name, help=text) for name, text in _SERIES.items()}
         self._parts = [
@@ -118,8 +126,12 @@ class Metrics:
             started.add(sample.started_s)
 
     def counters(self) -> dict[str, int]:
+        """How often each event happened since the pool was made."""
+        found = dict(self.totals()) if self.totals is not None else {}
         with self._lock:
-            return dict(self._counters)
+            for name, n in self._counters.items():
+                found[name] = found.get(name, 0) + n
+        return found
 
     def now(self) -> dict[str, float]:
         """What is so at this moment, by name; nothing once the pool is closed."""
@@ -156,14 +168,16 @@ class MetricsWindow:
         self._idle = metrics.idle.window()
 
     def pop(self) -> Snapshot:
-        """What happened since the last :meth:`pop` (or since the window was made)."""
+        """What happened since the last :meth:`pop` (or since the window was made).
+
+        A counter that is known has a number in every window, 0 too: it was watched.
+        """
         samples = {name: window.pop() for name, window in self._windows.items()}
         counters = self._metrics.counters()
         new = {name: n - self._counted.get(name, 0) for name, n in counters.items()}
         self._counted = counters
         idle = self._idle.pop()
-        counted = {name: n for name, n in new.items() if n}
-        return Snapshot(samples, counted, idle if self._metrics.idle.used else None)
+        return Snapshot(samples, new, idle if self._metrics.idle.used else None)
 
 
 _living: weakref.WeakSet[Metrics] = weakref.WeakSet()

@@ -18,7 +18,7 @@ _TITLES = {
     "ttfc_reset": "  reset",
     "ttfc_connected": "  connected",
     "ttfc_started": "  started",
-    "ttfc_idle": "  (idle, not counted)",
+    "ttfc_idle": "  (idle)",
     "batch": "batch completion",
 }
 
@@ -34,20 +34,20 @@ def metrics_table(source: Any, *, title: str | None = None) -> Table:
 
     snapshot = _snapshot(source)
     table = Table(title=title, title_justify="left")
-    table.add_column("")
-    table.add_column("n", justify="right")
+    table.add_column("", no_wrap=True)
+    table.add_column("n", justify="right", no_wrap=True)
     for statistic in STATISTICS:
         table.add_column(statistic, justify="right", no_wrap=True)
-    table.add_column("never started", justify="right")
     order = [*_TITLES, *(name for name in snapshot.samples if name not in _TITLES)]
     for name in order:
         samples = snapshot.samples.get(name)
         if samples is None or not len(samples):
             continue
         summary = samples.summary()
-        never = str(summary.censored) if name == "ttfc" else ""
         cells = [summary.text(statistic) for statistic in STATISTICS]
-        table.add_row(_TITLES.get(name, name), f"{summary.n:,}", *cells, never)
+        table.add_row(_TITLES.get(name, name), f"{summary.n:,}", *cells)
+        if name == "ttfc" and summary.censored:
+            table.add_row("  never started", f"{summary.censored:,}", style="red")
     return table
 
 
@@ -57,9 +57,11 @@ def counters_table(source: Any, *, title: str | None = None) -> Table:
 
     snapshot = _snapshot(source)
     table = Table(title=title, title_justify="left")
-    table.add_column("event")
+    table.add_column("event", no_wrap=True)
     table.add_column("n", justify="right")
     for name, n in sorted(snapshot.counters.items(), key=lambda item: ("/" in item[0], item[0])):
+        if not n:
+            continue
         style = "red" if name.startswith("failures/") else None
         table.add_row(name, f"{n:,}", style=style)
     if snapshot.idle is not None and snapshot.idle.ratio is not None:

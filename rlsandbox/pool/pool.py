@@ -103,7 +103,7 @@ class AsyncPool:
         self.plugins = plugin_manager(plugins, block=self.config.pool.block)
         self.manager = self.plugins
         self.run = self.config.pool.run or new_run_name()
-        self.metrics = Metrics(run=self.run, gauges=self._gauges)
+        self.metrics = Metrics(run=self.run, gauges=self._gauges, totals=self._totals)
         self.closed = False
         self._pid = os.getpid()
         self._driver: Driver | None = None
@@ -227,7 +227,6 @@ class AsyncPool:
     def _noted(self, note: Note) -> None:
         if note.kind == "quarantined":
             self._residue.append(f"{note.member}: {note.detail}")
-            self.metrics.count("quarantined")
         elif note.kind == "lost" and "closing" in note.detail:
             return
         spec = self._known.get(note.spec or "")
@@ -507,6 +506,9 @@ class AsyncPool:
             "size": float(self.size),
             "max_size": float(self.max_size),
         }
+
+    def _totals(self) -> Mapping[str, int]:
+        return {} if self._driver is None else self._driver.core.counters.to_dict()
 
     # -- closing -------------------------------------------------------------------------------------
 

@@ -33,10 +33,22 @@ def test_a_window_sees_each_event_once() -> None:
     first = step.pop().to_dict("sandbox/")
     assert first["sandbox/claims"] == 2
     assert first["sandbox/reset/max"] == 2.0
-    assert step.pop().to_dict() == {}
+    assert step.pop().to_dict() == {"claims": 0}
     metrics.count("resets")
-    assert step.pop().counters == {"resets": 1}
+    assert step.pop().counters == {"claims": 0, "resets": 1}
     assert exporter.pop().counters == {"claims": 2, "resets": 1}
+
+
+def test_counters_that_are_kept_elsewhere() -> None:
+    elsewhere = {"claims": 5, "recycled": 0}
+    metrics = Metrics(totals=lambda: elsewhere)
+    window = metrics.window()
+    metrics.count("claims")
+    metrics.count("own")
+    elsewhere["claims"] += 2
+    assert metrics.counters() == {"claims": 8, "recycled": 0, "own": 1}
+    assert window.pop().counters == {"claims": 3, "recycled": 0, "own": 1}
+    assert window.pop().counters == {"claims": 0, "recycled": 0, "own": 0}
 
 
 def test_windows_of_several_processes_add_up_exactly() -> None:
