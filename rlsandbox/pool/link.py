@@ -16,6 +16,7 @@ from ..hooks import Credentials, Residue
 from ..keeper.client import KeeperClient, KeeperFailure
 from ..reset.baseline import Baseline, take_baseline
 from ..reset.runner import run_reset, run_verify
+from ..results import CommandResult
 from ..spec import Spec
 from ..task import Task
 from .policy import in_thread
@@ -173,8 +174,17 @@ class KeeperLink:
             self._given.add(layer)
         await run_reset(
             self.client, self._plugins, task=task, layer=layer or "", baseline=self._baseline,
-            deadline_s=RESET_S, credentials=credentials,
+            deadline_s=RESET_S, credentials=credentials, trusted=lambda argv: self._trusted(task, argv),
         )  # fmt: skip
+
+    async def _trusted(self, task: Task | None, argv: list[str]) -> CommandResult:
+        """Run a program for a reset policy, in the sandbox as RESET has left it."""
+        sandbox = _priming_sandbox(self, task if task is not None else Task(id="reset"))
+        try:
+            result: CommandResult = await sandbox.run(argv)
+        finally:
+            sandbox._state = "released"  # it has no host to go back to
+        return result
 
     async def verify(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]

@@ -29,6 +29,7 @@ import pluggy
 
 from ..errors import SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
+from ..ledger import redact
 from ..results import CommandResult
 from .baseline import Baseline
 from .facts import shown
@@ -209,7 +210,7 @@ def secret_values(credentials: Iterable[Credentials]) -> list[str]:
 def _clean(text: str, secrets: Sequence[str]) -> str:
     for secret in secrets:
         text = text.replace(secret, "[redacted]")
-    return shown(text)
+    return shown(redact.text(text))
 
 
 # ---- calling hooks
