@@ -79,7 +79,12 @@ def test_no_secret_is_in_it(machine: Path, tmp_path: Path) -> None:
         ("/lib", f"{machine}/lib"),
         ("/var/lib/dpkg", f"{machine}/var/lib/dpkg"),
     ]
-    kept = ("etc/ssl/certs/ca.pem", "etc/apt/apt.conf.d/10plain", "etc/profile.d/lang.sh", "etc/maven/m2.conf")
+    kept = (
+        "etc/ssl/certs/ca.pem",
+        "etc/apt/apt.conf.d/10plain",
+        "etc/profile.d/lang.sh",
+        "etc/maven/m2.conf",
+    )
     for name in (*kept, "etc/security/limits.conf", "root/.bashrc", "home/user/.bashrc", "etc/skel/.bashrc"):
         assert (root / name).is_file(), name
     assert os.readlink(root / "bin") == "usr/bin"
@@ -139,7 +144,11 @@ def test_an_image_gets_what_every_root_needs_and_no_link_leads_it_astray(tmp_pat
     assert "etc/passwd" not in by_path
     assert "root/.pyenv" in by_path
     assert by_path["root"].mode == 0o711, "others may pass to what was exposed below"
-    assert targets == {"/root/.pyenv": "/root/.pyenv", "/home/x/file": "/data/home/x/file", "/etc/shown": "/etc/shown"}
+    assert targets == {
+        "/root/.pyenv": "/root/.pyenv",
+        "/home/x/file": "/data/home/x/file",
+        "/etc/shown": "/etc/shown",
+    }
     out = tmp_path / "out"
     out.mkdir()
     base.make(items, out, owners=os.geteuid() == 0)
@@ -178,7 +187,9 @@ def test_exposing(tmp_path: Path) -> None:
 
     for place in (sys.prefix, sys.base_prefix):
         if not place.startswith("/usr"):
-            assert any(place == target or place.startswith(target + "/") for target, _ in exposed(("python",)))
+            assert any(
+                place == target or place.startswith(target + "/") for target, _ in exposed(("python",))
+            )
 
 
 def test_limits_leave_room_for_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +205,9 @@ def test_a_pool_that_can_never_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(limits, "machine_memory", lambda: 8 << 30)
     limits.check_size(4, Spec(memory="2GiB"))
     limits.check_size(8192, Spec())
-    with pytest.raises(ConfigError, match=r"5 sandboxes with 2048 MiB each needs 10240 MiB; this machine has 8192"):
+    with pytest.raises(
+        ConfigError, match=r"5 sandboxes with 2048 MiB each needs 10240 MiB; this machine has 8192"
+    ):
         limits.check_size(5, Spec(memory="2GiB"))
     with pytest.raises(ConfigError) as caught:
         limits.check_size(5, Spec(memory="2GiB"))

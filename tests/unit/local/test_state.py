@@ -68,7 +68,9 @@ async def test_a_killed_run_goes_and_live_ones_stay(tmp_path: Path) -> None:
         assert [place.name for place in found.places] == [f"rlsandbox-{dead_path.name}"]
         assert dead_path.exists(), "looking removes nothing"
         assert [gone.path for gone in (await reap(detect(), tmp_path))[0]] == [dead_path]
-        assert sorted(path.name for path in (tmp_path / "local").iterdir()) == sorted([own.name, alive_path.name])
+        assert sorted(path.name for path in (tmp_path / "local").iterdir()) == sorted(
+            [own.name, alive_path.name]
+        )
         assert [path.name for path in elsewhere.iterdir()] == [f"rlsandbox-{alive_path.name}"]
         assert leftovers(tmp_path) == []
     finally:
@@ -90,7 +92,9 @@ async def test_a_forked_child_of_the_trainer_keeps_nothing_alive(tmp_path: Path)
         dead.communicate()
 
 
-async def test_what_another_machine_left_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_another_machine_left_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dead, path, _ = other_run(tmp_path)
     kill(dead)
     note = json.loads((path / "note.json").read_text())
@@ -140,7 +144,9 @@ def test_our_own_lock_survives_a_look_at_it(tmp_path: Path) -> None:
         "print(len(leftovers(Path(sys.argv[1]))))"
     )
     tree = Path(__file__).resolve().parents[3]
-    seen = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tree)
+    seen = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=tree
+    )
     assert seen.stdout == "0\n", seen.stderr
     own.end()
     own_again = RunState.begin(tmp_path)
