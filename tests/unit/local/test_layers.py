@@ -318,7 +318,7 @@ def test_decompression_is_told_by_content_and_its_faults_are_ours(tmp_path: Path
         whole = pack(b"hello" * 10000)
         assert archive.decompressed(io.BytesIO(whole), "x").read() == b"hello" * 10000
         (tmp_path / "blob").write_bytes(whole[:-9])
-        with pytest.raises(ImageError, match="blob.* is (cut off or )?damaged"):
+        with pytest.raises(ImageError, match=r"blob.* is (cut off or )?damaged"):
             archive.fetch_layer(
                 archive.DirectoryStore(tmp_path),
                 archive.LayerBlob("blob", "sha256:" + "0" * 64, None),
