@@ -21,7 +21,10 @@ while True:
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[rls.Sandbox]:
     spec = rls.Spec(memory="200MiB", pids=64, cpu=0.5)
-    with rls.Pool(size=1, spec=spec, config=False) as pool, pool.claim(rls.Task(id="limits"), timeout=60) as lent:
+    with (
+        rls.Pool(size=1, spec=spec, config=False) as pool,
+        pool.claim(rls.Task(id="limits"), timeout=60) as lent,
+    ):
         yield lent
 
 
@@ -103,7 +106,9 @@ def test_a_full_disk_is_no_space_left(sandbox: rls.Sandbox) -> None:
 
 def test_cpu_is_shared_out(sandbox: rls.Sandbox) -> None:
     if sandbox.limits.means["cpu"] == "none":
-        pytest.skip("no cgroup that may be written here: nothing holds the cpu limit, and limits.means says so")
+        pytest.skip(
+            "no cgroup that may be written here: nothing holds the cpu limit, and limits.means says so"
+        )
     code = """
 import time
 end = time.monotonic() + 2
@@ -111,4 +116,6 @@ while time.monotonic() < end:
     pass
 print(time.process_time())
 """
-    assert float(sandbox.run(python(code)).stdout) <= 1.4  # half a core for two seconds, plus one period's slack
+    assert (
+        float(sandbox.run(python(code)).stdout) <= 1.4
+    )  # half a core for two seconds, plus one period's slack
