@@ -18,6 +18,8 @@ from .series import STATISTICS
 
 GRPC_PORT = 4317
 HTTP_PORT = 4318
+PUSH_S = 3
+"""What a push may take, retries too: closing pushes once more, and waits no longer for a dead collector."""
 
 
 def export_otel(pool: Any = None, *, endpoint: str | None = None, period_s: float = 10.0) -> Exporter:
@@ -48,7 +50,7 @@ def _otlp(endpoint: str | None) -> tuple[Any, str]:
     """The exporter for an endpoint, and the address it pushes to."""
     if endpoint is None:
         http = _module("opentelemetry.exporter.otlp.proto.http.metric_exporter", "rlsandbox-pool[otel]")
-        return http.OTLPMetricExporter(), "(from OTEL_EXPORTER_OTLP_* variables)"
+        return http.OTLPMetricExporter(timeout=PUSH_S), "(from OTEL_EXPORTER_OTLP_* variables)"
     url = urlsplit(endpoint)
     try:
         port = url.port
@@ -62,10 +64,12 @@ def _otlp(endpoint: str | None) -> tuple[Any, str]:
             "opentelemetry-exporter-otlp-proto-grpc",
             f"or name the collector's HTTP port, {HTTP_PORT}",
         )
-        return grpc.OTLPMetricExporter(endpoint=endpoint, insecure=url.scheme == "http"), endpoint
+        return grpc.OTLPMetricExporter(
+            endpoint=endpoint, insecure=url.scheme == "http", timeout=PUSH_S
+        ), endpoint
     http = _module("opentelemetry.exporter.otlp.proto.http.metric_exporter", "rlsandbox-pool[otel]")
     full = endpoint if url.path.strip("/") else endpoint.rstrip("/") + "/v1/metrics"
-    return http.OTLPMetricExporter(endpoint=full), full
+    return http.OTLPMetricExporter(endpoint=full, timeout=PUSH_S), full
 
 
 def _module(name: str, package: str, other: str = "") -> Any:
