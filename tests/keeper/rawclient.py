@@ -250,6 +250,8 @@ class Hub(Frames):
                     shutil.copytree(source, root / "etc" / name, symlinks=True)
                 elif source.exists():
                     shutil.copy(source, root / "etc" / name)
+            if self.user:
+                subprocess.run(["chown", "-R", f"{self.user}:{self.user}", root], check=True)
         fields: list[tuple[Tag, Any]] = [(Tag.ROOT, str(root)), (Tag.OVERLAY, "/usr=/usr")]
         prefix = os.path.realpath(sys.base_prefix)
         if not prefix.startswith("/usr") and self.user is None:

@@ -12,8 +12,8 @@
 
 #include "limits.h"
 #include "procs.h"
+#include "stack.h"
 #include "sys.h"
-#include "worker.h"
 
 /* ---- finding channels ---- */
 
@@ -285,13 +285,13 @@ static bool request(struct chan *c)
             chan_refuse(c, k->init.fd < 0 ? ESRCH : ENOMEM, "end the episode's processes");
         return true;
     }
-    case OP_RESET: {
+    case OP_RESET: case OP_SEAL: case OP_DROP_LAYER: {
         struct buf m = c->msg;
-        uint32_t id = c->id;
+        uint32_t id = c->id, op = c->op;
         c->msg = (struct buf){0};
         k->assembling -= m.len;
         chan_free(c);
-        op_reset(k, id, m.p, m.len);
+        (op == OP_RESET ? op_reset : op == OP_SEAL ? op_seal : op_drop_layer)(k, id, m.p, m.len);
         buf_free(&m);
         return true;
     }
@@ -316,6 +316,11 @@ static void send_exit(struct chan *c)
     buf_free(&b);
 }
 
+static bool is_file_op(uint32_t op)
+{
+    return op == OP_READ || op == OP_WRITE || op == OP_LIST || op == OP_STAT || op == OP_REMOVE;
+}
+
 static bool outs_finished(const struct chan *c)
 {
     for (size_t i = 0; i < COUNT_OF(c->out); i++)
@@ -338,6 +343,9 @@ void chan_check(struct chan *c)
     if (!c->forked || !c->result_done)
         return;
     const struct buf *d = &c->result_data;
+    bool inside = c->op == OP_SPAWN || is_file_op(c->op);
+    if (inside && !c->ended && (c->op != OP_SPAWN || d->len))
+        return; /* it is answered when it is no process any more: who looks next does not find it */
     if (d->len && d->p[0] == 'F') {
         conn_send(n, T_FAIL, 0, c->id, d->p + 1, d->len - 1);
         chan_free(c);

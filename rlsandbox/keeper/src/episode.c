@@ -179,6 +179,8 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     k_close_range(5, ~0u);
     in.ctl = ctl = 3;
     in.sig = 4;
+    m.kind = E_SETTLED;
+    say(ctl, &m, EMSG_HEAD, -1);
     struct pollfd p[2] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}};
     for (;;) {
         if (poll(p, 2, -1) < 0 && errno != EINTR)

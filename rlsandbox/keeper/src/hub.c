@@ -74,21 +74,52 @@ static void create_failed(struct member *m, int no, const char *what)
     m->create_channel = 0;
 }
 
-/* What the keeper says once: that it is ready, or why not. */
+static void created(struct member *m, const uint8_t *room, size_t n);
+
+static void given(struct hub *h, const uint8_t *p, size_t n)
+{
+    char what[300] = "give a layer";
+    uint32_t channel = (uint32_t)tlv_get(p, n, TAG_COUNT, 0), no = (uint32_t)tlv_get(p, n, TAG_ERRNO, 0);
+    tlv_str(p, n, TAG_WHAT, what, sizeof what);
+    if (no)
+        conn_fail(&h->conn, channel, (int)no, what);
+    else
+        conn_send(&h->conn, T_REPLY, 0, channel, NULL, 0);
+}
+
+/* What a keeper says: that it is ready or why not; that it sealed a layer; that it took one. */
 static void from_keeper(struct src *s, uint32_t events)
 {
     struct member *m = s->owner;
     struct hub *h = m->hub;
     static uint8_t room[64 << 10];
-    size_t none = 0;
+    int fds[MAX_CHAIN];
+    size_t nfds = COUNT_OF(fds);
+    char kind[16] = "";
     (void)events;
-    ssize_t n = msg_recv(s->fd, room, sizeof room, NULL, &none);
+    ssize_t n = msg_recv(s->fd, room, sizeof room, fds, &nfds);
     if (n <= 0) {
         loop_drop(&h->loop, s); /* its death is reported by the kernel */
         return;
     }
-    if (!m->create_channel)
-        return;
+    tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind);
+    if (strcmp(kind, "sealed") == 0) {
+        struct err e = {0};
+        if (layers_take(&h->layers, room, (size_t)n, fds, nfds, &e) < 0)
+            fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no)); /* giving it will say it again */
+        layers_gc(&h->layers, NULL, 0);
+    } else if (strcmp(kind, "given") == 0)
+        given(h, room, (size_t)n);
+    else if (m->create_channel)
+        created(m, room, (size_t)n);
+    for (size_t i = 0; i < nfds; i++)
+        close(fds[i]);
+}
+
+/* That it is ready, or why not. */
+static void created(struct member *m, const uint8_t *room, size_t n)
+{
+    struct hub *h = m->hub;
     char what[300];
     uint32_t no = (uint32_t)tlv_get(room, (size_t)n, TAG_ERRNO, 0);
     if (no) {
@@ -269,6 +300,67 @@ static void list(struct hub *h, uint32_t channel)
     buf_free(&b);
 }
 
+static void give_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
+{
+    char layer[LAYER_NAME] = "", name[128] = "";
+    struct err e = {0};
+    struct buf b = {0};
+    int fds[MAX_CHAIN], slot;
+    unsigned nfds = 0;
+    struct member *m;
+    tlv_str(p, n, TAG_LAYER, layer, sizeof layer);
+    tlv_str(p, n, TAG_MEMBER, name, sizeof name);
+    if ((slot = layers_find(&h->layers, layer)) < 0)
+        fail(&e, ENOENT, "give layer %s: there is none of that name", layer);
+    else if (!(m = member_find(h, name)) || !m->ready || m->src.fd < 0)
+        fail(&e, ESRCH, "give a layer to sandbox %s: there is none of that name", name);
+    else if (put_str(&b, TAG_KIND, "give") < 0 || put_u64(&b, TAG_COUNT, channel) < 0)
+        fail(&e, errno, "describe a layer");
+    else if (layers_put(&h->layers, (unsigned)slot, &b, fds, &nfds, &e) == 0 && msg_send(m->src.fd, b.p, b.len, fds, nfds) < 0)
+        fail(&e, errno, "give layer %s to sandbox %s", layer, name);
+    for (unsigned i = 0; i < nfds; i++)
+        close(fds[i]);
+    buf_free(&b);
+    if (e.no)
+        conn_fail(&h->conn, channel, e.no, e.what);
+}
+
+static void drop_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
+{
+    char layer[LAYER_NAME] = "";
+    int slot = tlv_str(p, n, TAG_LAYER, layer, sizeof layer) > 0 ? layers_find(&h->layers, layer) : -1;
+    if (slot >= 0) {
+        h->layers.at[slot]->named = false;
+        layers_gc(&h->layers, NULL, 0);
+    }
+    conn_send(&h->conn, T_REPLY, 0, channel, NULL, 0);
+}
+
+static void list_layers(struct hub *h, uint32_t channel)
+{
+    struct buf b = {0};
+    int r = 0;
+    for (unsigned i = 0; i < MAX_LAYERS && r == 0; i++)
+        if (h->layers.at[i] && h->layers.at[i]->named)
+            r = put_fmt(&b, TAG_LAYER, "%s\t%llu\t%u", h->layers.at[i]->name, (unsigned long long)h->layers.at[i]->bytes, h->layers.at[i]->n);
+    if (r < 0)
+        conn_fail(&h->conn, channel, errno, "list layers");
+    else
+        conn_send_fd(&h->conn, T_REPLY, channel, b.p, b.len, -1);
+    buf_free(&b);
+}
+
+static void sweep(struct hub *h, uint32_t channel)
+{
+    struct buf b = {0};
+    uint64_t n = 0;
+    for (struct member *m = h->members; m; m = m->next)
+        n += m->dispose_channel != 0;
+    if (put_u64(&b, TAG_COUNT, n) == 0)
+        conn_send(&h->conn, T_REPLY, 0, channel, b.p, b.len);
+    buf_free(&b);
+}
+
 static void do_probe(struct hub *h, uint32_t channel)
 {
     struct buf b = {0};
@@ -277,12 +369,32 @@ static void do_probe(struct hub *h, uint32_t channel)
     buf_free(&b);
 }
 
+static bool request(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
+{
+    struct tlv_in it = {p, n};
+    struct tlv t;
+    int r;
+    while ((r = tlv_next(&it, &t)) == 1)
+        ;
+    if (r < 0)
+        return false;
+    switch (tlv_get(p, n, TAG_OP, 0)) {
+    case OP_HUB_CREATE: create(h, channel, p, n); return true;
+    case OP_HUB_DISPOSE: dispose(h, channel, p, n); return true;
+    case OP_HUB_LIST: list(h, channel); return true;
+    case OP_HUB_PROBE: do_probe(h, channel); return true;
+    case OP_HUB_GIVE_LAYER: give_layer(h, channel, p, n); return true;
+    case OP_HUB_DROP_LAYER: drop_layer(h, channel, p, n); return true;
+    case OP_HUB_LAYERS: list_layers(h, channel); return true;
+    case OP_HUB_SWEEP: sweep(h, channel); return true;
+    }
+    conn_fail(&h->conn, channel, ENOSYS, "carry out a request: this hub does not know it");
+    return true;
+}
+
 static bool on_frame(struct conn *c, const struct frame *f)
 {
     struct hub *h = c->owner;
-    struct tlv_in it = {f->p, f->len};
-    struct tlv t;
-    int r;
     if (f->type == T_PING || f->type == T_PONG) {
         if (f->channel || f->len > 64)
             return false;
@@ -300,20 +412,18 @@ static bool on_frame(struct conn *c, const struct frame *f)
         buf_free(&b);
         return ok;
     }
-    if (f->type != T_REQ || !f->channel || f->flags & F_MORE) /* a hub's requests fit a frame */
+    if (f->type != T_REQ || !f->channel || (h->request.len && f->channel != h->request_channel))
+        return false; /* one request at a time may be under way */
+    if (!(f->flags & F_MORE) && !h->request.len)
+        return request(h, f->channel, f->p, f->len);
+    h->request_channel = f->channel;
+    if (buf_add(&h->request, f->p, f->len) < 0)
         return false;
-    while ((r = tlv_next(&it, &t)) == 1)
-        ;
-    if (r < 0)
-        return false;
-    switch (tlv_get(f->p, f->len, TAG_OP, 0)) {
-    case OP_HUB_CREATE: create(h, f->channel, f->p, f->len); return true;
-    case OP_HUB_DISPOSE: dispose(h, f->channel, f->p, f->len); return true;
-    case OP_HUB_LIST: list(h, f->channel); return true;
-    case OP_HUB_PROBE: do_probe(h, f->channel); return true;
-    }
-    conn_fail(c, f->channel, ENOSYS, "carry out a request: this hub does not know it");
-    return true;
+    if (f->flags & F_MORE)
+        return true;
+    bool ok = request(h, f->channel, h->request.p, h->request.len);
+    buf_free(&h->request);
+    return ok;
 }
 
 static void on_client(struct src *s, uint32_t events)
@@ -364,7 +474,7 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
 
 int hub_main(int fd, pid_t client)
 {
-    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1};
+    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y"};
     struct err e = {0};
     prctl(PR_SET_NAME, "rls-hub");
     signal(SIGPIPE, SIG_IGN);

@@ -2,6 +2,7 @@
 #ifndef RLS_HUB_H
 #define RLS_HUB_H
 #include "frames.h"
+#include "layers.h"
 #include "loop.h"
 
 struct member {
@@ -34,6 +35,9 @@ struct hub {
     struct conn conn;
     struct src client, client_pid, child;
     struct member *members;
+    struct layers layers;
+    struct buf request; /* one that comes in several frames */
+    uint32_t request_channel;
     int host;    /* the machine's root */
     int self;    /* this program */
     int userns;  /* root: the user namespace of every sandbox; else -1 */

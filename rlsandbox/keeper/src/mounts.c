@@ -13,6 +13,9 @@
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
+#include "worker.h"
+
+enum { LARGE = 2 << 20 }; /* takes longer to free than a fork does */
 
 static int make_dir(const char *path, mode_t mode, struct err *e)
 {
@@ -51,7 +54,10 @@ static int tops_read(struct keeper *k, struct err *e)
     char path[64];
     for (unsigned i = 0; i < k->set.overlays; i++) {
         struct overlay *o = &k->set.overlay[i];
-        path_join(path, sizeof path, o->n ? "/k/l/%u" : "/k/skel", o->first);
+        if (k->nstack)
+            path_join(path, sizeof path, "/k/s/%u/u/%u", k->stack[0], i);
+        else
+            path_join(path, sizeof path, o->n ? "/k/l/%u" : "/k/skel", o->first);
         if (stat(path, &o->top) < 0)
             return fail(e, errno, "look at the base of %s", o->target);
         if (!S_ISDIR(o->top.st_mode))
@@ -111,7 +117,7 @@ int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
         if (skel_add(b->target, b->file, e) < 0)
             return -1;
     }
-    return tops_read(k, e);
+    return 0;
 }
 
 /* an overlay's top directory is that of the upper layer: it gets mode, owner and time of the one below */
@@ -127,6 +133,8 @@ static int top_like(const char *path, const struct stat *st, struct err *e)
 int upper_new(struct keeper *k, struct err *e)
 {
     char path[96], opt[96];
+    if (tops_read(k, e) < 0)
+        return -1;
     path_join(path, sizeof path, "/k/u/%u", k->generation);
     if (make_dir(path, 0755, e) < 0)
         return -1;
@@ -160,8 +168,14 @@ int upper_new(struct keeper *k, struct err *e)
 void upper_forget(struct keeper *k, unsigned generation)
 {
     char path[64];
-    (void)k;
     path_join(path, sizeof path, "/k/u/%u", generation);
+    pid_t p = tmpfs_used(path) > LARGE ? helper_fork(k) : -1;
+    if (p > 0)
+        return;
+    if (p == 0)
+        helper_keep(NULL, 0); /* no pipe of anybody stays open for it */
     umount2(path, MNT_DETACH);
     rmdir(path);
+    if (p == 0)
+        _exit(0);
 }

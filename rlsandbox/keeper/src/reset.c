@@ -8,8 +8,8 @@
 #include <sys/wait.h>
 #include <stdio.h>
 
-#include "sandbox.h"
 #include "skip.h"
+#include "stack.h"
 #include "sys.h"
 
 enum { START_TIMEOUT_MS = 20000 };
@@ -53,6 +53,11 @@ static int await_ready(struct keeper *k, int sock, struct err *e)
     k->proc_fd = fds[1];
     k->foreign_proc = m.status != 0;
     k->session_key = m.pid;
+    do /* it has closed what it does not need */
+        r = poll(&p, 1, START_TIMEOUT_MS);
+    while (r < 0 && errno == EINTR);
+    if (r <= 0 || recv(sock, &m, sizeof m, 0) < (ssize_t)EMSG_HEAD || m.kind != E_SETTLED)
+        return fail(e, r == 0 ? ETIMEDOUT : ESRCH, "start the episode's init: it did not settle");
     return 0;
 }
 
@@ -142,8 +147,13 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     struct buf b = {0};
     unsigned old = k->generation;
     uint64_t t0 = now_ns(), t1;
-    (void)p;
-    (void)n;
+    char layer[LAYER_NAME] = "";
+    if (tlv_str(p, n, TAG_LAYER, layer, sizeof layer) == -2)
+        fail(&e, EINVAL, "read a layer's name: it is too long");
+    if (e.no || stack_set(k, layer, &e) < 0) {
+        conn_fail(&k->conn, channel, e.no, e.what);
+        return;
+    }
     skip_keep(k);
     episode_kill(k);
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
@@ -158,4 +168,5 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     buf_free(&b);
     keeper_flush(k);
     upper_forget(k, old);
+    layers_gc(&k->layers, k->stack, k->nstack);
 }

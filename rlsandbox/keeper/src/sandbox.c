@@ -13,7 +13,7 @@
 
 #include "limits.h"
 #include "sys.h"
-#include "worker.h"
+#include "stack.h"
 
 #ifndef RLS_HASH
 #define RLS_HASH "unknown"
@@ -83,11 +83,20 @@ static void on_client(struct src *s, uint32_t events)
 static void on_hub(struct src *s, uint32_t events)
 {
     struct keeper *k = s->owner;
-    uint8_t room[4096];
-    size_t n = 0;
+    uint8_t room[16 << 10];
+    char kind[16];
+    int fds[MAX_CHAIN];
+    size_t nfds = COUNT_OF(fds);
     (void)events;
-    if (msg_recv(s->fd, room, sizeof room, NULL, &n) <= 0)
+    ssize_t n = msg_recv(s->fd, room, sizeof room, fds, &nfds);
+    if (n <= 0) {
         k->loop.stop = true; /* the hub is gone, or wants an end */
+        return;
+    }
+    if (tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind) > 0 && strcmp(kind, "give") == 0)
+        layer_given(k, room, (size_t)n, fds, nfds);
+    for (size_t i = 0; i < nfds; i++)
+        close(fds[i]);
 }
 
 static int target_copy(char *out, const uint8_t *p, size_t n, struct err *e)
@@ -179,6 +188,8 @@ int sandbox_main(int hub_fd, int client_fd)
     int fds[MAX_LOWERS + 8];
     size_t nfds = COUNT_OF(fds);
     struct err e = {0};
+    k.layers.dir = "/k/s";
+    k.hub.fd = -1;
     k.init.fd = k.root_fd = k.proc_fd = -1;
 #ifdef RLS_SKIP
     k.left_root = k.left_ns = -1;

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include "frames.h"
+#include "layers.h"
 #include "loop.h"
 
 enum {
@@ -55,6 +56,9 @@ struct keeper {
     struct src client, hub;
     struct settings set;
     struct limits lim;
+    struct layers layers;      /* sealed ones that are here */
+    uint16_t stack[MAX_CHAIN]; /* those the episode stands on, topmost first */
+    unsigned nstack;
     struct ns_seen { /* a namespace of the episode at the last look, and in which episode it was first seen */
         int fd; /* keeps the number from being given to a new one */
         uint64_t id;
@@ -86,7 +90,7 @@ struct keeper {
 
 /* ---- messages between keeper and the episode's init (SOCK_SEQPACKET) ---- */
 enum { E_SPAWN = 1, E_FILE = 2, E_KILL_ALL = 3 };                       /* keeper -> init */
-enum { E_READY = 10, E_VIEW_FAILED = 11, E_FORKED = 12, E_EXITED = 13, E_NOT_FORKED = 14, E_KILLED = 15 }; /* back */
+enum { E_READY = 10, E_VIEW_FAILED = 11, E_FORKED = 12, E_EXITED = 13, E_NOT_FORKED = 14, E_KILLED = 15, E_SETTLED = 16 }; /* back */
 
 /* descriptors that come with a request, in this order, when their bit is set */
 enum { FD_RESULT = 1, FD_IN = 2, FD_OUT = 4, FD_ERR = 8, FD_CTL_IN = 16, FD_CTL_OUT = 32, FD_BODY = 64, FD_KINDS = 7 };
@@ -113,7 +117,8 @@ void keeper_flush(struct keeper *k);
 /* mounts.c: in the keeper's own mount namespace */
 int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
 int upper_new(struct keeper *k, struct err *e);
-void upper_forget(struct keeper *k, unsigned generation);
+void upper_forget(struct keeper *k, unsigned generation); /* large ones are freed by a helper */
+uint64_t tmpfs_used(const char *path);
 
 /* reset.c */
 int episode_start(struct keeper *k, struct err *e);

@@ -32,7 +32,7 @@ static int overlay_mount(struct keeper *k, unsigned i, bool upper, const char *a
     char opt[4000]; /* the kernel takes one page */
     const struct overlay *o = &k->set.overlay[i];
     int n;
-    if (!upper && o->n + (i == 0) == 1) { /* an overlay without an upper layer needs two below */
+    if (!upper && o->n + (i == 0) + k->nstack == 1) { /* an overlay without an upper layer needs two below */
         path_join(opt, sizeof opt, o->n ? "l/%u" : "skel", o->first);
         if (mount(opt, at, NULL, MS_BIND, NULL) < 0)
             return fail(e, errno, "bind the base of %s", o->target);
@@ -43,16 +43,16 @@ static int overlay_mount(struct keeper *k, unsigned i, bool upper, const char *a
     else
         n = snprintf(opt, sizeof opt, "userxattr,lowerdir=");
     size_t at_opt = (size_t)n;
-    for (unsigned j = 0; j < o->n; j++) {
-        n = snprintf(opt + at_opt, sizeof opt - at_opt, "%sl/%u", j ? ":" : "", o->first + j);
+    for (unsigned j = 0; j < k->nstack + o->n + (i == 0); j++) {
+        char name[32];
+        if (j < k->nstack)
+            path_join(name, sizeof name, "s/%u/u/%u", k->stack[j], i);
+        else
+            path_join(name, sizeof name, j < k->nstack + o->n ? "l/%u" : "skel", o->first + j - k->nstack);
+        n = snprintf(opt + at_opt, sizeof opt - at_opt, "%s%s", j ? ":" : "", name);
         at_opt += (size_t)n;
         if (at_opt >= sizeof opt)
-            return fail(e, E2BIG, "name the %u lower directories of %s", o->n, o->target);
-    }
-    if (i == 0) {
-        n = snprintf(opt + at_opt, sizeof opt - at_opt, "%sskel", o->n ? ":" : "");
-        if (at_opt + (size_t)n >= sizeof opt)
-            return fail(e, E2BIG, "name the %u lower directories of %s", o->n, o->target);
+            return fail(e, E2BIG, "name the %u lower directories of %s", o->n + k->nstack, o->target);
     }
     if (mount("rls", at, "overlay", upper ? 0 : MS_RDONLY, opt) < 0)
         return fail(e, errno, "mount an overlay for %s (%u lower directories)", o->target, o->n);

@@ -40,13 +40,13 @@ pid_t helper_fork(struct keeper *k)
 }
 
 /* Other channels' pipes must not be held open by a helper: their readers wait for the end. */
-static void keep_only(const int *fds, size_t n)
+void helper_keep(const int *fds, size_t n)
 {
     unsigned from = 3;
     for (;;) {
         unsigned next = ~0u;
         for (size_t i = 0; i < n; i++)
-            if (fds[i] >= 0 && (unsigned)fds[i] >= from && (unsigned)fds[i] < next)
+            if (fds[i] > 2 && (unsigned)fds[i] >= from && (unsigned)fds[i] < next)
                 next = (unsigned)fds[i];
         if (next == ~0u) {
             k_close_range(from, ~0u);
@@ -72,7 +72,7 @@ void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *))
         w.in = in[0];
         w.out = out[1];
         w.result = result[1];
-        keep_only(keep, COUNT_OF(keep));
+        helper_keep(keep, COUNT_OF(keep));
         fn(&w);
         _exit(1);
     }

@@ -21,6 +21,8 @@ void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *));
 void helpers_reap(struct keeper *k);
 pid_t helper_fork(struct keeper *k); /* fork, remembered; in the child all else is still open */
 
+void helper_keep(const int *fds, size_t n); /* in a helper: closes all from 3 up but these */
+
 _Noreturn void worker_fail(struct worker *w, const struct err *e);
 _Noreturn void worker_done(struct worker *w, const struct buf *fields);
 void worker_write(struct worker *w, const void *p, size_t n); /* gathered; ends the helper when nobody reads */
