@@ -28,7 +28,7 @@ CLOSE_TIMEOUT_S = 30.0
 class _Job:
     """One call: made on the caller's thread, run on the loop's."""
 
-    __slots__ = ("coro", "ctx", "done", "error", "result", "submitted", "task")
+    __slots__ = ("coro", "ctx", "done", "error", "over", "result", "submitted", "task")
 
     def __init__(self, coro: Coroutine[Any, Any, Any]) -> None:
         self.coro = coro
@@ -39,6 +39,7 @@ class _Job:
         self.result: Any = None
         self.task: asyncio.Task[Any] | None = None
         self.submitted = False
+        self.over = False
 
     def finished(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
@@ -48,7 +49,13 @@ class _Job:
             if self.error is None:
                 self.result = task.result()
         self.task = None
+        self.over = True
         self.done.release()
+
+    def wait(self) -> None:
+        """For whoever was interrupted while waiting: perhaps after the end was seen, so do not ask twice."""
+        if not self.over:
+            self.done.acquire()
 
 
 class Portal:
@@ -119,7 +126,7 @@ class Portal:
             if not job.submitted:
                 job.coro.close()
             elif self._cancel(job):
-                job.done.acquire()
+                job.wait()
             raise
         if not done:
             self._cancel(job)

@@ -1,0 +1,51 @@
+"""Ctrl-C that hits a call of the portal at its worst moment: when the end has just been seen."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rlsandbox import _portal
+from rlsandbox._portal import Portal
+
+
+class InterruptedAfter:
+    """A lock whose acquire by a caller is followed by KeyboardInterrupt, as a signal handler raises it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._armed = False
+
+    def acquire(self, timeout: float = -1) -> bool:
+        got = self._lock.acquire(timeout=timeout)
+        if self._armed:
+            self._armed = False
+            raise KeyboardInterrupt
+        self._armed = True  # the first acquire is _Job's own
+        return got
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+@pytest.mark.timeout(20)
+def test_interrupted_when_the_end_was_just_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    portal = Portal()
+    real = _portal._Job.__init__
+
+    def made(self: Any, coro: Any) -> None:
+        real(self, coro)
+        self.done = InterruptedAfter()
+        self.done.acquire()
+
+    async def one() -> int:
+        return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_portal._Job, "__init__", made)
+        with pytest.raises(KeyboardInterrupt):
+            portal.call(one)
+    assert portal.call(one) == 1
+    portal.close()
