@@ -97,8 +97,8 @@ class Collector:
     """
 
     def __init__(self, limit: int) -> None:
-        self._half = max(1, limit // 2)
-        self._keep = limit > 0
+        self._first = limit // 2
+        self._last = limit - limit // 2
         self._order: list[tuple[int, bytes]] = []
         self._head = {STDOUT: 0, STDERR: 0}
         self._tail = {STDOUT: bytearray(), STDERR: bytearray()}
@@ -108,10 +108,10 @@ class Collector:
         if stream not in self._head:
             return
         self.seen[stream] += len(data)
-        if not self._keep:
+        if not self._last:
             return
         if not tail:
-            room = self._half - self._head[stream]
+            room = self._first - self._head[stream]
             if room > 0:
                 piece = data if len(data) <= room else data[:room]
                 self._order.append((stream, piece))
@@ -121,8 +121,8 @@ class Collector:
                 data = data[room:]
         kept = self._tail[stream]
         kept += data
-        if len(kept) > self._half + 65536:
-            del kept[: -self._half]
+        if len(kept) > self._last + 65536:
+            del kept[: -self._last]
 
     def replay(self, other: Collector) -> None:
         """Give what was collected here to *other*."""
@@ -166,7 +166,7 @@ class Collector:
         )
 
     def _stream(self, stream: int, told: int | None) -> tuple[_Kept, bool, int]:
-        tail = bytes(self._tail[stream][-self._half :])
+        tail = bytes(self._tail[stream][-self._last :])
         size = max(self.seen[stream], told or 0)
         head = b"".join([data for s, data in self._order if s == stream])
         omitted = size - len(head) - len(tail)

@@ -24,7 +24,7 @@ _EBUSY = 16
 class LoneHost:
     """Lends sandboxes straight from a backend: no warmth, no verification, one member a sandbox.
 
-    A task's setup and files are put in place when the sandbox is made.
+    A task's setup and files are put in place when the sandbox is made, and sealed into a layer.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -69,8 +69,9 @@ class LoneHost:
             await self._dispose(name, client)
             raise
         try:
-            if not layer:
+            if not layer and task.layer_key is not None:
                 await _prime(sandbox, task)
+                await sandbox.client.seal(f"primed-{name}", kill=True)
         except BaseException:
             await sandbox.release()
             raise

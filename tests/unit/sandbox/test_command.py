@@ -45,10 +45,8 @@ def test_head_and_tail_of_any_output(pieces: list[tuple[int, bytes]], limit: int
             if b"\n[... " not in full and b" ...]\n" not in full:
                 assert full.startswith(head)
                 assert full.endswith(tail)
-                assert len(head) == len(tail) == limit // 2
-    assert r.truncated == any(
-        sum(len(d) for s, d in pieces if s == stream) > (2 * (limit // 2) or limit) for stream in (1, 2)
-    )
+                assert (len(head), len(tail)) == (limit // 2, limit - limit // 2)
+    assert r.truncated == any(sum(len(d) for s, d in pieces if s == stream) > limit for stream in (1, 2))
 
 
 @given(PIECES)
