@@ -16,7 +16,8 @@ from ..errors import CommandError, SandboxStateError, UnsupportedError, file_err
 from ..keeper.channel import CommandChannel, Exit, Sink
 from ..keeper.client import KeeperClient
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
-from ..keeper.frames import encode_fields
+from ..keeper.frames import encode_fields, field
+from ..keeper.wire import Tag
 from ..results import CommandResult, Outcome, Stream
 from ..spec import Spec, parse_size
 from ..task import Task
@@ -42,6 +43,8 @@ Path_ = str | PathLike[str]
 OnOutput = Callable[[Stream, bytes], object]
 
 MAX_PATH = 4096  # the kernel's, its NUL included
+_STDIN = encode_fields({"stdin": 1})
+_CONTROL = encode_fields({"control": 1})
 BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
 
 
@@ -98,6 +101,7 @@ class SandboxBase:
         self._facts = dict(facts or {})
         self._commands: set[CommandChannel] = set()
         self._first = True
+        self._output_limit = task.limits.output_bytes
         self._pid = os.getpid()
         self._loop = client.loop
         self.attach(client, node=node)
@@ -120,6 +124,7 @@ class SandboxBase:
             pids=_number(facts, "pids", self.spec.pids),
             means=means,
         )
+        self._place = b""
         self._env = encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env)})
         if self._state == "hibernated":
             self._state = "ready"
@@ -171,23 +176,26 @@ class SandboxBase:
     ) -> tuple[CommandChannel, list[bytes]]:
         """Send a SPAWN, whatever the state: its channel and argv. For the parts of this package."""
         argv, script = argv_of(cmd)
-        fields: dict[str, Any] = {"cwd": self._cwd(cwd)}
-        who = self.user(user)
-        if who is not None:
-            fields["user"] = who
+        if cwd is None and user is None:
+            parts = self._place = self._place or self._place_of(None, None)
+        else:
+            parts = self._place_of(cwd, user)
         if script is not None:
-            fields["script"] = script
+            parts += field(Tag.SCRIPT, script)
         if stdin:
-            fields["stdin"] = 1
+            parts += _STDIN
         if control:
-            fields["control"] = 1
+            parts += _CONTROL
         if output_limit:
-            fields["output_limit"] = output_limit
+            parts += field(Tag.OUTPUT_LIMIT, output_limit.to_bytes(8, "little"))
         if timeout is not None:
-            fields["timeout_ms"] = deadline_ms(timeout)
-        encoded = self._env if not env else self._env_with(env)
+            parts += field(Tag.TIMEOUT_MS, deadline_ms(timeout).to_bytes(8, "little"))
         channel = self._client.command(
-            argv, env=encoded, sink=sink, on_started=self._started() if self._first else None, **fields
+            argv,
+            env=self._env if not env else self._env_with(env),
+            encoded=parts,
+            sink=sink,
+            on_started=self._started() if self._first else None,
         )
         self._commands.add(channel)
         channel.when_ended(lambda: self._commands.discard(channel))
@@ -226,11 +234,13 @@ class SandboxBase:
 
     def output_limit(self, output_limit: str | int | None) -> int:
         if output_limit is None:
-            return self.task.limits.output_bytes
+            return self._output_limit
         return parse_size(output_limit, "output_limit")
 
-    def _cwd(self, cwd: str | None) -> bytes:
-        return text_bytes(self.workdir if cwd is None else self.path(cwd), "cwd")
+    def _place_of(self, cwd: str | None, user: str | None) -> bytes:
+        """The encoded fields that say where, and as whom, a command runs."""
+        where = text_bytes(self.workdir if cwd is None else self.path(cwd), "cwd")
+        return encode_fields({"cwd": where, "user": self.user(user)})
 
     def path(self, path: Path_) -> str:
         """An absolute path: relative ones are under the workdir."""

@@ -23,6 +23,7 @@ DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LANG": "C.UTF-8",
 }
+_TIMED_OUT, _OOM = int(ExitFlag.TIMED_OUT), int(ExitFlag.OOM)
 _NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 _START = {"enter the working directory": "bad_cwd", "find ": "bad_user", "become ": "bad_user"}
 
@@ -99,7 +100,7 @@ class Collector:
     def __init__(self, limit: int) -> None:
         self._first = limit // 2
         self._last = limit - limit // 2
-        self._order: list[tuple[int, bytes]] = []
+        self._order: list[tuple[int, bytearray]] = []
         self._head = {STDOUT: 0, STDERR: 0}
         self._tail = {STDOUT: bytearray(), STDERR: bytearray()}
         self.seen = {STDOUT: 0, STDERR: 0}
@@ -114,7 +115,10 @@ class Collector:
             room = self._first - self._head[stream]
             if room > 0:
                 piece = data if len(data) <= room else data[:room]
-                self._order.append((stream, piece))
+                if self._order and self._order[-1][0] == stream:
+                    self._order[-1][1].extend(piece)  # a program that prints byte by byte costs no more
+                else:
+                    self._order.append((stream, bytearray(piece)))
                 self._head[stream] += len(piece)
                 if len(data) <= room:
                     return
@@ -127,7 +131,7 @@ class Collector:
     def replay(self, other: Collector) -> None:
         """Give what was collected here to *other*."""
         for stream, data in self._order:
-            other.add(stream, data)
+            other.add(stream, bytes(data))
         for stream, kept in self._tail.items():
             other.add(stream, bytes(kept))
 
@@ -146,8 +150,8 @@ class Collector:
             facts = {
                 "exit_code": end.exit_code,
                 "signal": end.signal,
-                "timed_out": bool(end.flags & ExitFlag.TIMED_OUT),
-                "oom_killed": bool(end.flags & ExitFlag.OOM),
+                "timed_out": bool(end.flags & _TIMED_OUT),
+                "oom_killed": bool(end.flags & _OOM),
                 "duration_s": end.duration_ns / 1e9,
             }
         if duration_s is not None:
@@ -166,6 +170,8 @@ class Collector:
         )
 
     def _stream(self, stream: int, told: int | None) -> tuple[_Kept, bool, int]:
+        if not self.seen[stream] and not told:
+            return _NOTHING, False, 0
         tail = bytes(self._tail[stream][-self._last :])
         size = max(self.seen[stream], told or 0)
         head = b"".join([data for s, data in self._order if s == stream])
@@ -196,7 +202,7 @@ class _Kept:
         self.head = head
         self.tail = tail
         self.omitted = omitted
-        self.marker = f"\n[... {omitted} bytes left out ...]\n"
+        self.marker = f"\n[... {omitted} bytes left out ...]\n" if omitted > 0 else ""
 
     def bytes(self) -> bytes:
         if self.omitted <= 0:
@@ -209,6 +215,9 @@ class _Kept:
         # A character that the cut went through is left out, not shown as damage that was never printed.
         head = codecs.getincrementaldecoder("utf-8")("replace").decode(self.head)
         return head + self.marker + _skip_partial(self.tail).decode("utf-8", "replace")
+
+
+_NOTHING = _Kept(b"", b"", 0)
 
 
 def _skip_partial(data: bytes) -> bytes:

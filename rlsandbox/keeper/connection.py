@@ -15,12 +15,14 @@ from typing import Any, Self
 
 from ..errors import SandboxDiedError, SandboxError, UnsupportedError
 from .channel import Channel, CommandChannel, Exit, Sink
-from .frames import Decoder, Fields, Frame, ProtocolError, encode, encode_fields, encode_message
+from .frames import Decoder, Fields, Frame, ProtocolError, encode, encode_fields, encode_message, field
 from .wire import VERSION, Op, Tag, Type
 
 logger = logging.getLogger("rlsandbox")
 
 CANCEL_GRACE_S = 10.0
+_SPAWN = encode_fields({"op": Op.SPAWN})
+_ARG = int(Tag.ARG)
 
 
 class KeeperFailure(SandboxError):
@@ -319,19 +321,23 @@ class Connection(asyncio.Protocol):
         argv: Sequence[str | bytes],
         *,
         env: bytes | Iterable[str] = (),
+        encoded: bytes = b"",
         sink: Sink | None = None,
         on_started: Callable[[int], None] | None = None,
         **fields: Any,
     ) -> CommandChannel:
         """Send a SPAWN and give its channel at once. *env*: ``K=V`` strings, or fields encoded before.
 
-        Fields: cwd user script stdin control output_limit timeout_ms umask.
+        Fields: cwd user script stdin control output_limit timeout_ms umask; *encoded*: more of them, encoded.
         """
         if self.lost.done():
             raise self._make_lost()
         if not isinstance(env, bytes):
             env = encode_fields({"env": env})
-        payload = encode_fields({"op": Op.SPAWN, "arg": argv, **fields}) + env
+        if not fields and all(isinstance(part, bytes) for part in argv):
+            payload = b"".join([_SPAWN, *[field(_ARG, part) for part in argv], encoded, env])  # type: ignore[arg-type]
+        else:
+            payload = encode_fields({"op": Op.SPAWN, "arg": argv, **fields}) + encoded + env
         channel = CommandChannel(self, self._id(), sink, on_started)
         self._channels[channel.id] = channel
         self.send(encode_message(Type.REQ, channel.id, payload))
