@@ -1,0 +1,192 @@
+"""What the local benchmark measures, one function a figure; each gives milliseconds of single operations.
+
+Every figure stands beside the plain thing a user would do without sandboxes (``subprocess.Popen``, ``git reset``),
+measured in the same round on the same machine: the ratio is what can be compared between machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import rlsandbox as rls
+
+from ..errors import SandboxError
+
+ECHO = ["/bin/echo", "hi"]
+TRUE = ["/bin/true"]
+REPOSITORY_FILES = 7000
+TASK = rls.Task(id="bench")
+
+Clock = Callable[[], float]
+
+
+def _timed(operation: Callable[[], object], n: int) -> list[float]:
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        operation()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def popen_first_byte(n: int) -> list[float]:
+    """Start a program and read its first byte."""
+    times = []
+    for _ in range(n):
+        start = time.perf_counter()
+        with subprocess.Popen(ECHO, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.read(1)
+            times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
+def popen_to_end(n: int) -> list[float]:
+    """Start a program, read all it prints, wait for it."""
+    return _timed(lambda: subprocess.run(ECHO, stdout=subprocess.PIPE, check=True), n)
+
+
+def warm_first_byte(pool: rls.Pool, n: int) -> list[float]:
+    """Claim a ready sandbox, start a program in it, read its first byte."""
+    times = []
+    for _ in range(n):
+        pool.wait_ready(1, timeout=60)
+        start = time.perf_counter()
+        sandbox = pool.claim(TASK, timeout=60)
+        process = sandbox.popen(ECHO)
+        next(iter(process))
+        times.append((time.perf_counter() - start) * 1e3)
+        process.wait()
+        sandbox.release()
+    return times
+
+
+def cold_first_byte(n: int) -> list[float]:
+    """The same where no sandbox is ready: it is made for the claim."""
+    times = []
+    with rls.Pool("local", size=1, max_size=n + 1, config=False) as pool:
+        pool.wait_ready(1, timeout=60)
+        for i in range(n):
+            # a spec of its own each time, so that nothing that is ready fits
+            task = rls.Task(id=f"cold-{i}", spec=rls.Spec(labels={"bench": str(i)}))
+            start = time.perf_counter()
+            sandbox = pool.claim(task, timeout=60)
+            process = sandbox.popen(ECHO)
+            next(iter(process))
+            times.append((time.perf_counter() - start) * 1e3)
+            process.wait()
+            sandbox.release(discard=True)
+    return times
+
+
+def command(pool: rls.Pool, n: int) -> list[float]:
+    """A command in a claimed sandbox, to its end."""
+    with pool.claim(TASK, timeout=60) as sandbox:
+        sandbox.run(ECHO)
+        return _timed(lambda: sandbox.run(ECHO), n)
+
+
+def resets(pool: rls.Pool, n: int, dirt: str | None) -> list[float]:
+    """What a reset takes, after *dirt* (a script) was done in the sandbox."""
+    before = len(pool.metrics.reset.values())
+    for _ in range(n):
+        with pool.claim(TASK, timeout=60) as sandbox:
+            if dirt is not None:
+                sandbox.run(dirt).check()
+        pool.wait_ready(1, timeout=60)
+    deadline = time.monotonic() + 60
+    while len(values := pool.metrics.reset.values()) < before + n:
+        if time.monotonic() > deadline:
+            raise SandboxError("the pool did not report its resets", kind="bench", phase="reset")
+        time.sleep(0.01)
+    return [value * 1e3 for value in values[before:]]
+
+
+SMALL_DIRT = "cd /tmp && for i in 1 2 3 4 5 6 7 8 9 10; do echo $i > f$i; done; mkdir d && cp f1 d/"
+LARGE_DIRT = (
+    "mkdir /tmp/big && cd /tmp/big && i=0; while [ $i -lt 2000 ]; do echo $i > f$i; i=$((i+1)); done; "
+    "(sleep 600 &) ; (setsid sleep 600 &)"
+)
+
+
+def git_resets(n: int) -> list[float] | None:
+    """``git reset --hard && git clean -fdx`` of a repository with small dirt; None without git."""
+    if shutil.which("git") is None:
+        return None
+    with TemporaryDirectory(prefix="rlsandbox-bench-") as name:
+        top = Path(name)
+        for i in range(REPOSITORY_FILES):
+            file = top / f"d{i % 70}" / f"f{i}.txt"
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"{i}\n")
+
+        def git(*words: str) -> None:
+            identity = ("-c", "user.name=bench", "-c", "user.email=bench@example.invalid", "-c", "gc.auto=0")
+            subprocess.run(["git", *identity, *words], cwd=top, check=True, stdout=subprocess.DEVNULL)
+
+        git("init", "-q")
+        git("add", "-A")
+        git("commit", "-q", "-m", "bench")
+        times = []
+        for _ in range(n):
+            for i in range(10):
+                (top / f"new{i}").write_text("x")
+            (top / "d0" / "f0.txt").write_text("changed\n")
+            start = time.perf_counter()
+            git("reset", "-q", "--hard")
+            git("clean", "-q", "-f", "-d", "-x")
+            times.append((time.perf_counter() - start) * 1e3)
+        return times
+
+
+def memory_available() -> int:
+    """Bytes that the machine could still give to programs, as the kernel estimates it."""
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise SandboxError("/proc/meminfo does not tell MemAvailable", kind="bench")
+
+
+class Held:
+    """What holding many idle sandboxes costs, all told: processes, kernel, files, the client's share."""
+
+    def __init__(self, n: int, fill_s: float, bytes_: int, claim_ms: list[float]) -> None:
+        self.n, self.fill_s, self.bytes, self.claim_ms = n, fill_s, bytes_, claim_ms
+
+    @property
+    def mib_each(self) -> float:
+        return self.bytes / self.n / (1 << 20)
+
+
+@contextlib.contextmanager
+def _filled(n: int) -> Iterator[tuple[rls.Pool, float, int]]:
+    before = memory_available()
+    start = time.perf_counter()
+    # claims take no part here, so making them may use all the machine has
+    pool = rls.Pool("local", size=n, max_size=n, max_creating=16, config=False)
+    try:
+        ready = pool.wait_ready(n, timeout=600)
+        if ready < n:
+            raise SandboxError(f"only {ready} of {n} sandboxes became ready", kind="bench", phase="provision")
+        yield pool, time.perf_counter() - start, max(0, before - memory_available())
+    finally:
+        pool.close(timeout=120)
+
+
+def hold(n: int) -> Held:
+    """Fill a pool of *n*, see what it costs, claim and use every tenth."""
+    with _filled(n) as (pool, fill_s, bytes_):
+        times = []
+        for _ in range(max(1, n // 10)):
+            start = time.perf_counter()
+            with pool.claim(TASK, timeout=60) as sandbox:
+                sandbox.run(TRUE).check()
+                times.append((time.perf_counter() - start) * 1e3)
+        return Held(n, fill_s, bytes_, times)
