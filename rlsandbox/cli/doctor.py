@@ -14,7 +14,7 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @click.option("--backend", default="local", show_default=True, metavar="NAME")
 @json_option
 def command(backend: str, as_json: bool) -> int:
-    """Look at this machine by trying things. The exit status says whether the default works (0) or not (1)."""
+    """Look at this machine by trying things. Exit status 0: the default works here, 1: it does not."""
     if backend != "local":
         raise UnsupportedError(f"doctor does not know backend {backend!r}", hint="it knows: local")
     from ..backends.local.doctor import diagnose
