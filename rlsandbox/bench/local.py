@@ -1,7 +1,7 @@
 """``rlsandbox bench local``: medians and P99s of this machine, as ratios in one run.
 
-Rounds are interleaved (each round measures every figure once) so that a machine whose speed drifts does not favour
-one of them; the median of the rounds' ratios decides.
+Rounds are interleaved (each round measures every figure once) so that a machine whose speed drifts does not
+favour one of them; the median of the rounds' ratios decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What the local benchmark measures, one function a figure; each gives milliseconds of single operations.
 
-Every figure stands beside the plain thing a user would do without sandboxes (``subprocess.Popen``, ``git reset``),
-measured in the same round on the same machine: the ratio is what can be compared between machines.
+Every figure stands beside the plain thing a user would do without sandboxes (``subprocess.Popen``,
+``git reset``), measured in the same round on the same machine: the ratio is what can be compared.
 """
 
 from __future__ import annotations
