@@ -43,11 +43,13 @@ TASK = rls.Task(id="t")
 LOG = logging.getLogger("rlsandbox.test")
 SPREAD = (
     "echo $ACME_TOKEN > /tmp/.t; cp /run/acme/key /var/tmp/; export X=$ACME_TOKEN;"
-    " (exec -a $ACME_TOKEN sleep 600 >/dev/null 2>&1 &) 2>/dev/null; sleep 601 >/dev/null 2>&1 & echo $ACME_TOKEN"
+    " (exec -a $ACME_TOKEN sleep 600 >/dev/null 2>&1 &) 2>/dev/null;"
+    " sleep 601 >/dev/null 2>&1 & echo $ACME_TOKEN"
 )
 LOOK = (
     "env; cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n';"
-    " grep -rs 'acme-[a-z]*-secret' /tmp /var /run /etc /root /home /dev/shm /opt /srv /workspace; find / -xdev -name '*acme*'"
+    " grep -rs 'acme-[a-z]*-secret' /tmp /var /run /etc /root /home /dev/shm /opt /srv /workspace;"
+    " find / -xdev -name '*acme*'"
 )
 
 

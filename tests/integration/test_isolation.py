@@ -55,7 +55,8 @@ NEW = {"mount": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000
 CALLS = [
     Attempt("mount", "mount", "userns"),
     Attempt("bind mount", "bind /etc /tmp", "userns"),
-    Attempt("remount /proc/sys", "remount /proc/sys", "userns", "mount -t tmpfs -o ro x /tmp && $T remount /tmp"),
+    Attempt("remount /proc/sys", "remount /proc/sys", "userns",
+            "mount -t tmpfs -o ro x /tmp && $T remount /tmp"),
     Attempt("umount", "umount /proc", "userns", "mount -t tmpfs x /tmp && $T umount /tmp"),
     Attempt("pivot_root", "pivot_root", "userns"),
     Attempt("chroot", "chroot /tmp", "userns"),
@@ -101,7 +102,8 @@ CALLS = [
     Attempt("realtime scheduling", "realtime", "root"),
     Attempt("raise a hard limit", "nofile", "root", "prlimit --nofile=100:100 $T nofile",
             without="this machine's root has no CAP_SYS_RESOURCE"),
-    Attempt("protect from the OOM killer", "oom", "root", without="this machine's root has no CAP_SYS_RESOURCE"),
+    Attempt("protect from the OOM killer", "oom", "root",
+            without="this machine's root has no CAP_SYS_RESOURCE"),
     Attempt("packet socket", "socket 17 3 0", "userns", refused=NO_FAMILY),
     Attempt("raw socket", "socket 2 3 1", "userns", refused=NO_FAMILY),
     Attempt("vsock", "socket 40 1 0", "plain", refused=NO_FAMILY, without="this kernel has no vsock"),
@@ -125,17 +127,20 @@ OPENS = [
             "/proc/sys/net/ipv4/ip_forward", "/proc/sys/fs/binfmt_misc/register", "/proc/sysrq-trigger",
             "/proc/irq/default_smp_affinity", "/proc/bus/pci/00/00.0", "/sys/kernel/uevent_helper",
             "/sys/kernel/mm/transparent_hugepage/enabled", "/sys/power/state", "/dev/kmsg", "/dev/mem",
-            "/dev/port", "/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/loop0", "/dev/loop-control", "/dev/fuse",
+            "/dev/port", "/dev/vda", "/dev/sda", "/dev/nvme0n1", "/dev/loop0", "/dev/loop-control",
+            "/dev/fuse",
             "/dev/kvm", "/dev/vsock", "/dev/net/tun", "/dev/tty0", "/dev/console", "/dev/ttyS0", "/dev/hwrng",
             "/dev/userfaultfd", "/dev/zram0", "/dev/btrfs-control", "/dev/autofs", "/dev/cpu_dma_latency",
-            "/sys/fs/cgroup/release_agent", "/sys/fs/cgroup/memory/release_agent", "/sys/fs/cgroup/cgroup.procs",
+            "/sys/fs/cgroup/release_agent", "/sys/fs/cgroup/memory/release_agent",
+            "/sys/fs/cgroup/cgroup.procs",
             "/sys/fs/cgroup/memory/cgroup.procs", "/sys/fs/cgroup/unified/cgroup.procs",
         )
     ),
     *(
         Attempt(f"read {path}", f"read {path}", "root", refused=NO_WAY)
         for path in (
-            "/proc/kcore", "/proc/kmsg", "/proc/timer_list", "/proc/key-users", "/proc/sched_debug", "/dev/mem",
+            "/proc/kcore", "/proc/kmsg", "/proc/timer_list", "/proc/key-users", "/proc/sched_debug",
+            "/dev/mem",
             "/dev/vda", "/proc/slabinfo", "/proc/vmallocinfo", "/proc/pagetypeinfo",
             "/sys/kernel/notes", "/sys/kernel/vmcoreinfo",
         )

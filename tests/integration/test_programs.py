@@ -49,10 +49,14 @@ def deb() -> bytes:
                 archive.addfile(info, io.BytesIO(data))
         return held.getvalue()
 
-    control = b"Package: rls-hello\nVersion: 1.0\nArchitecture: all\nMaintainer: t <t@example.org>\nDescription: hello\n"
+    control = (
+        b"Package: rls-hello\nVersion: 1.0\nArchitecture: all\n"
+        b"Maintainer: t <t@example.org>\nDescription: hello\n"
+    )
+    script = b"#!/bin/sh\nid -u > /var/lib/rls-hello\n"
     members = {
         "debian-binary": b"2.0\n",
-        "control.tar.gz": tar({"./control": (control, 0o644), "./postinst": (b"#!/bin/sh\nid -u > /var/lib/rls-hello\n", 0o755)}),
+        "control.tar.gz": tar({"./control": (control, 0o644), "./postinst": (script, 0o755)}),
         "data.tar.gz": tar({"./opt/rls-hello": (b"#!/bin/sh\necho hello\n", 0o755)}),
     }  # fmt: skip
     out = b"!<arch>\n"
@@ -67,7 +71,7 @@ def deb() -> bytes:
 
 @pytest.mark.skipif(
     os.geteuid() != 0,
-    reason="an ordinary user's sandbox shows the machine's /usr and package records as nobody's: packages need an image",
+    reason="to an ordinary user's sandbox the machine's /usr and package records are nobody's: use an image",
 )
 @needs("dpkg", "dpkg-deb")
 @pytest.mark.parametrize("mode", MODES)
@@ -127,8 +131,10 @@ async def test_gdb_of_a_child(mode: str, user: str | None) -> None:
 async def test_node(mode: str) -> None:
     script = (
         "const {Worker} = require('worker_threads'); const fs = require('fs');"
-        "new Worker('require(\"worker_threads\").parentPort.postMessage(6 * 7)', {eval: true}).on('message', m => {"
-        "fs.promises.writeFile('/tmp/n', String(m)).then(() => console.log(require('child_process').execSync('cat /tmp/n') + ''))})"
+        "const {execSync} = require('child_process');"
+        "new Worker('require(\"worker_threads\").parentPort.postMessage(6 * 7)', {eval: true})"
+        ".on('message', m =>"
+        " fs.promises.writeFile('/tmp/n', String(m)).then(() => console.log(execSync('cat /tmp/n') + '')))"
     )
     async with sandbox(mode) as where:
         ran = await where.run(["node", "-e", script])
@@ -143,7 +149,10 @@ async def test_java(mode: str) -> None:
         assert ran.code == 0, ran
         if shutil.which("javac", path=PATH) is None:
             return
-        source = "public class H { public static void main(String[] a) throws Exception { Thread t = new Thread(() -> System.out.println(6 * 7)); t.start(); t.join(); } }"
+        source = (
+            "public class H { public static void main(String[] a) throws Exception {"
+            " Thread t = new Thread(() -> System.out.println(6 * 7)); t.start(); t.join(); } }"
+        )
         await where.put("/tmp/H.java", source.encode(), 0o644)
         ran = await where.sh("cd /tmp && javac H.java && java H")
         assert ran.out.strip() == "42", ran
@@ -154,8 +163,10 @@ async def test_java(mode: str) -> None:
 @pytest.mark.parametrize("user", [None, "user"])
 async def test_git_clone_of_a_local_repository(mode: str, user: str | None) -> None:
     script = (
-        "set -e; cd ~; git init -q a; cd a; echo one > f; git add f; git -c user.name=a -c user.email=a@x commit -qm one; cd ..;"
-        "git clone -q a b; git clone -q --no-local a c; git clone -q --shared a d; cat b/f c/f d/f; cd b; git log --oneline | wc -l; git gc -q; git fsck"
+        "set -e; cd ~; git init -q a; cd a; echo one > f; git add f;"
+        "git -c user.name=a -c user.email=a@x commit -qm one; cd ..;"
+        "git clone -q a b; git clone -q --no-local a c; git clone -q --shared a d;"
+        "cat b/f c/f d/f; cd b; git log --oneline | wc -l; git gc -q; git fsck"
     )
     async with sandbox(mode) as where:
         if user:
@@ -169,7 +180,7 @@ def wheel() -> tuple[str, bytes]:
     files = {
         "rls_hello.py": b"def main():\n    print('hello from a wheel')\n",
         "rls_hello-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: rls-hello\nVersion: 1.0\n",
-        "rls_hello-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nGenerator: t\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "rls_hello-1.0.dist-info/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         "rls_hello-1.0.dist-info/entry_points.txt": b"[console_scripts]\nrls-hello = rls_hello:main\n",
     }
     record = ""

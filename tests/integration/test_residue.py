@@ -37,11 +37,15 @@ def told(top, whole):
             s = os.lstat(p)
             what = [p, oct(s.st_mode), s.st_uid, s.st_gid]
             if not p.startswith("/dev/pts") and not os.path.ismount(p):
-                what += [s.st_size if not os.path.isdir(p) else 0, s.st_mtime_ns if not p.startswith("/dev") else 0, s.st_nlink if not os.path.isdir(p) else 0]
+                folder = os.path.isdir(p)
+                what += [0 if folder else s.st_size, 0 if folder else s.st_nlink]
+                what.append(0 if p.startswith("/dev") else s.st_mtime_ns)
             if os.path.islink(p): what.append(os.readlink(p))
-            elif os.path.isfile(p) and s.st_size < 1 << 16: what.append(hashlib.md5(open(p, "rb").read()).hexdigest())
-            try: what.append(sorted(a for a in os.listxattr(p, follow_symlinks=False) if not a.startswith("user.overlay")))
-            except OSError: pass
+            elif os.path.isfile(p) and s.st_size < 1 << 16:
+                what.append(hashlib.md5(open(p, "rb").read()).hexdigest())
+            try: names = os.listxattr(p, follow_symlinks=False)
+            except OSError: names = []
+            what.append(sorted(a for a in names if not a.startswith("user.overlay")))
             print(*what)
 s = os.stat("/"); print("/", oct(s.st_mode), s.st_uid)
 told("/", len(sys.argv) > 1)
@@ -57,7 +61,8 @@ print("mounts", [l.split()[4] for l in open("/proc/self/mountinfo")])
 print("environment", sorted(os.environ.items()))
 import resource, socket
 print("limits", [resource.getrlimit(i) for i in range(16)])
-print("nice", os.nice(0), "cpus", os.sched_getaffinity(0), "name", socket.gethostname(), "umask", os.umask(0o22))
+print("nice", os.nice(0), "cpus", os.sched_getaffinity(0))
+print("name", socket.gethostname(), "umask", os.umask(0o22))
 """
 
 

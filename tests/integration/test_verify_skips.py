@@ -35,7 +35,7 @@ STEPS = {
 
 @pytest.fixture
 def leave_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Start hubs of the test build, told to leave one step out. (A hub's environment is not ours: hence sh.)"""
+    """Start hubs of the test build, told to leave one step out (by sh: a hub's environment is not ours)."""
 
     def chosen(step: str) -> None:
         script = tmp_path / "keeper"
