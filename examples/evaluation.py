@@ -26,7 +26,12 @@ def prepare(directory: Path) -> Path:
         (repository / name).chmod(0o755)
     tasks = directory / "tasks.jsonl"
     rows = [
-        {"id": f"answer-{i}", "prompt": "Find the answer.", "workdir": "/workspace", "grader": {"command": CHECK}}
+        {
+            "id": f"answer-{i}",
+            "prompt": "Find the answer.",
+            "workdir": "/workspace",
+            "grader": {"command": CHECK},
+        }
         for i in range(4)
     ]
     tasks.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -50,7 +55,9 @@ def make_policy(repository: Path) -> object:
         snapshot = await rollout.checkpoint(messages)
         best, score = 0, -1.0
         async with snapshot.fork(4, timeout=60) as forks:
-            results = await asyncio.gather(*(fork.run(f"./try {i}", timeout=60) for i, fork in enumerate(forks)))
+            results = await asyncio.gather(
+                *(fork.run(f"./try {i}", timeout=60) for i, fork in enumerate(forks))
+            )
             for i, (fork, result) in enumerate(zip(forks, results, strict=True)):
                 reward = (await fork.grade()).reward if result.ok else None
                 if reward is not None and reward > score:
@@ -66,7 +73,13 @@ async def main(directory: Path) -> None:
     policy = make_policy(directory / "repo")
     async with rls.AsyncPool(size=8, run="eval-1", ledger=directory / "runs") as pool:
         async for record in pool.rollouts(tasks, policy, concurrency=2, retries=2, resume=True):
-            print(record.task_id, record.status, record.reward, record.value, record.failure and record.failure.kind)
+            print(
+                record.task_id,
+                record.status,
+                record.reward,
+                record.value,
+                record.failure and record.failure.kind,
+            )
         print("coverage", pool.report().coverage)
 
 

@@ -1,4 +1,4 @@
-"""A plugin package in one file: undo and check what this team's image leaves, name its failures, lend credentials.
+"""A plugin package in one file: undo and check what our image leaves, name its failures, lend credentials.
 
 In a package of its own it is found by its entry point, and ``Pool(block=["acme"])`` leaves it out:
 
@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable
 
 import rlsandbox as rls
-from rlsandbox.hooks import Credentials, Inspector, Residue, Resetter, hookimpl
+from rlsandbox.hooks import Credentials, Inspector, Resetter, Residue, hookimpl
 
 lent: list[str] = []
 revoked: list[str] = []
@@ -31,7 +31,9 @@ def rlsandbox_verify(inspector: Inspector) -> Iterable[Residue]:
 @hookimpl
 def rlsandbox_classify_failure(error: BaseException, phase: str) -> rls.Failure | None:
     if "acme quota" in str(error):
-        return rls.Failure(kind="acme_quota", phase=phase, cause=str(error), retryable=True, infrastructure=True)
+        return rls.Failure(
+            kind="acme_quota", phase=phase, cause=str(error), retryable=True, infrastructure=True
+        )
     return None
 
 

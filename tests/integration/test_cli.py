@@ -1,0 +1,161 @@
+"""The command line with real sandboxes, as processes: statuses, tables, JSON, plots, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def rlsandbox(where: Path, *argv: str, timeout: float = 300, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rlsandbox", *argv],
+        capture_output=True, text=True, timeout=timeout, cwd=where, env=environment(where, **env),
+    )  # fmt: skip
+
+
+def environment(where: Path, **env: str) -> dict[str, str]:
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "RLSANDBOX_HOME": str(where / "home"), "PYTHONPATH": path, **env}
+
+
+def test_run_prints_tables_and_a_plot(tmp_path: Path) -> None:
+    done = rlsandbox(tmp_path, "run", "--limit", "3", "--group-size", "2", "--size", "2", "--plot", "out.png")
+    assert done.returncode == 0, done.stderr
+    for word in ("6 rollouts", "TTFC", "queued", "started", "p50", "p95", "p99", "batch completion",
+                 "recycled", "quarantined", "coverage", "mean reward"):  # fmt: skip
+        assert word in done.stdout, word
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    assert "Traceback" not in done.stderr
+
+
+def test_run_as_json_and_gates(tmp_path: Path) -> None:
+    good = rlsandbox(tmp_path, "run", "--limit", "2", "--json", "--require-coverage", "1.0", "--run", "r1")
+    assert good.returncode == 0, good.stderr
+    data: dict[str, Any] = json.loads(good.stdout)
+    assert (data["coverage"], data["mean_reward"], data["rollouts"]) == (1.0, 1.0, 2)
+    assert data["metrics"]["ttfc/p50"] > 0
+    assert data["pool"]["claims"] >= 2
+    bad = rlsandbox(tmp_path, "run", "--limit", "2", "--json", "--policy", "broken", "--require-reward", "1")
+    assert bad.returncode == 1
+    assert json.loads(bad.stdout)["unmet"] == ["mean reward 0.0000, 1 is required"]
+
+
+def test_policies_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def sync(sandbox, task):\n    return sandbox.run('echo sync').stdout\n"
+        "async def other(sandbox, task):\n    return (await sandbox.run('echo async')).stdout\n"
+        "def fails(sandbox, task):\n    raise RuntimeError('model is gone')\n"
+    )
+    for name in ("sync", "other"):
+        done = rlsandbox(tmp_path, "run", "--limit", "1", "--policy", f"mine:{name}", "--json")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["coverage"] == 1.0
+    failed = rlsandbox(tmp_path, "run", "--limit", "1", "--policy", "mine:fails", "--retries", "0")
+    assert failed.returncode == 1
+    assert "model is gone" in failed.stdout
+    assert "not met: 1 of 1 rollouts did not complete" in failed.stdout
+    assert "Traceback" not in failed.stderr
+    allowed = rlsandbox(
+        tmp_path, "run", "--limit", "1", "--policy", "mine:fails", "--retries", "0", "--require-coverage", "0"
+    )
+    assert allowed.returncode == 0
+
+
+def test_resume_leaves_out_what_is_done(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def fn(sandbox, task):\n"
+        "    with open('calls', 'a') as file: file.write(task.id + '\\n')\n"
+    )
+    for limit in ("2", "3"):
+        done = rlsandbox(
+            tmp_path, "run", "--policy", "mine:fn", "--run", "again", "--resume", "--limit", limit, "--json"
+        )
+        assert done.returncode == 0, done.stderr
+    calls = (tmp_path / "calls").read_text().split()
+    assert len(calls) == len(set(calls)) == 3
+
+
+def test_quickstart(tmp_path: Path) -> None:
+    done = rlsandbox(tmp_path, "quickstart")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "reward 1.0" in done.stdout
+    assert "24 of 24 rollouts completed" in done.stdout
+    assert "graffiti" not in done.stdout
+    again = rlsandbox(tmp_path, "quickstart", "--json")
+    assert json.loads(again.stdout)["mean_reward"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--size", "100000"], "memory"),
+        (["--image", "cut.tar"], "cut.tar"),
+        (["--image", "missing.tar"], "missing.tar"),
+        (["--ledger", "file/deeper"], "file"),
+    ],
+)
+def test_bad_input_leaves_nothing_behind(tmp_path: Path, argv: list[str], said: str) -> None:
+    (tmp_path / "cut.tar").write_bytes(b"\x1f\x8b" + bytes(100))
+    (tmp_path / "file").write_text("")
+    done = rlsandbox(tmp_path, "run", "--limit", "1", *argv)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_closes_and_ends_with_130(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(
+        "def fn(sandbox, task):\n    print('in', flush=True)\n    sandbox.run('sleep 300.125')\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "rlsandbox", "run", "--policy", "slow:fn", "--limit", "2", "--run", "stopped"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(tmp_path),
+    )  # fmt: skip
+    assert child.stdout is not None
+    assert child.stdout.readline() == "in\n"
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "Traceback" not in err
+    deadline = time.monotonic() + 10
+    while b"sleep\x00300.125" in processes() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert b"sleep\x00300.125" not in processes()
+    shown = rlsandbox(tmp_path, "ledger", "report", "stopped", "--json")
+    assert shown.returncode in (0, 1), shown.stderr
+
+
+def processes() -> bytes:
+    found = b""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found += path.read_bytes()
+        except OSError:
+            continue
+    return found
+
+
+def test_the_demo_needs_no_git_no_pytest_and_no_python_on_the_path(tmp_path: Path) -> None:
+    done = rlsandbox(
+        tmp_path,
+        "run",
+        "--require-coverage",
+        "1",
+        "--require-reward",
+        "1",
+        "--json",
+        PATH=str(tmp_path / "nothing"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["rollouts"] == 24

@@ -1,0 +1,40 @@
+"""The examples run as they stand."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "notebook.py": ([], ["def average", "TTFC p95"]),
+    "platform_team.py": ([], ["metrics at", "coverage 1.0"]),
+    "plugin.py": ([], ["the episode holds secret of lease-0-1", "lease-1-2", "coverage 1.0"]),
+    "evaluation.py": (["work"], ["answer-3 completed 1.0 try 3", "coverage 1.0"]),
+    "backend.py": ([], ["reward 1.0"]),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    if not (ROOT / "examples" / name).exists():
+        pytest.fail(f"examples/{name} is missing")
+    arguments, said = EXAMPLES[name]
+    env = {
+        **os.environ,
+        "RLSANDBOX_HOME": str(tmp_path / "home"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "MPLBACKEND": "Agg",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
+        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    for text in said:
+        assert text in done.stdout, done.stdout
