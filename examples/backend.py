@@ -1,8 +1,8 @@
 """A backend of somebody else's, and the suite that says whether it keeps the promises.
 
-This one keeps its sandboxes on this machine by means of the local backend and counts what it is asked for; yours
-would call a cloud's API in ``provision`` and ``dispose`` and open a socket to the keeper there in ``connect``. In a
-package of its own it is found by name (``Pool("counted")``, ``--backend counted``) through its entry point:
+This one keeps its sandboxes on this machine by means of the local backend and counts what it is asked for;
+yours would call a cloud's API in ``provision`` and ``dispose`` and open a socket to the keeper there in
+``connect``. In a package of its own it is found by name (``Pool("counted")``) through its entry point:
 
     [project.entry-points."rlsandbox.backends"]
     counted = "acme_backend:Counted"
@@ -13,7 +13,7 @@ package of its own it is found by name (``Pool("counted")``, ``--backend counted
 
 import asyncio
 import collections
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -70,8 +70,8 @@ class TestCounted(BackendConformance):
     skip: dict[str, str] = {}  # noqa: RUF012 (test name to reason)
 
     @pytest.fixture
-    def backend(self) -> Iterator[Backend]:
-        yield Counted()
+    def backend(self) -> Backend:
+        return Counted()
 
 
 def main() -> None:
