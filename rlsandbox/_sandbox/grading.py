@@ -132,7 +132,7 @@ async def _clear(sandbox: AsyncSandbox, path: str) -> str:
                 return posixpath.join(here, *todo)
             raise file_error(error.errno, here, sandbox=sandbox.id) from None
         if not todo:
-            await client.remove(here, tree=True)
+            await _remove(sandbox, here)
             return here
         if info.kind == "dir":
             at = here
@@ -143,9 +143,16 @@ async def _clear(sandbox: AsyncSandbox, path: str) -> str:
             todo = [part for part in resolved.split("/") if part] + todo
             at = ""
         else:
-            await client.remove(here, tree=True)
+            await _remove(sandbox, here)
             return posixpath.join(here, *todo)
     return path
+
+
+async def _remove(sandbox: AsyncSandbox, path: str) -> None:
+    try:
+        await sandbox.client.remove(path, tree=True)
+    except KeeperFailure as error:
+        raise file_error(error.errno, path, sandbox=sandbox.id) from None
 
 
 async def _made_by_episode(sandbox: AsyncSandbox, path: str) -> bool:

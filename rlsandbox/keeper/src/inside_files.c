@@ -134,14 +134,18 @@ static _Noreturn void read_path(struct inside *in, const char *path, struct err 
     done(in, &reply);
 }
 
-static void make_parents(char *path)
+/* The errno of the first that could not be made, or 0; it tells why its end is not there (a full disk, say). */
+static int make_parents(char *path)
 {
+    int no = 0;
     for (char *s = path + 1; *s; s++)
         if (*s == '/') {
             *s = 0;
-            mkdir(path, 0777); /* what is wrong with it shows when its end is made */
+            if (mkdir(path, 0777) < 0 && errno != EEXIST && !no)
+                no = errno;
             *s = '/';
         }
+    return no;
 }
 
 static _Noreturn void make_dir(struct inside *in, const char *path, bool has_mode, mode_t mode, uint32_t flags, struct err *e)
@@ -187,8 +191,8 @@ static _Noreturn void write_path(struct inside *in, char *path, struct err *e)
     final = has_final ? tlv_uint(&t, 0) : 0;
     if (at > INT64_MAX || final > INT64_MAX)
         refused(in, e, EINVAL, "seek in", path);
-    if (flags & W_PARENTS)
-        make_parents(path);
+    if (flags & W_PARENTS && (errno = make_parents(path)) && (errno == ENOSPC || errno == EDQUOT))
+        failed(in, e, "make the directories of", path);
     if (flags & W_DIRECTORY)
         make_dir(in, path, has_mode, mode, flags, e);
     if (flags & W_LINK)
