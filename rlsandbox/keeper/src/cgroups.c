@@ -62,6 +62,23 @@ static bool may_write(int dir, const char *file)
     return true;
 }
 
+/* The groups of a hub's sandboxes, those for freezing in them first. Files refuse; so does a group that is in use. */
+static void members_remove(int dir)
+{
+    char ice[300];
+    int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    while (d && (x = readdir(d)))
+        if (x->d_name[0] != '.') {
+            if (path_join(ice, sizeof ice, "%s/ice", x->d_name) == 0)
+                unlinkat(dir, ice, AT_REMOVEDIR);
+            unlinkat(dir, x->d_name, AT_REMOVEDIR);
+        }
+    if (d)
+        closedir(d);
+}
+
 /* What a hub that was killed left: directories whose hub is no more. */
 static void sweep(int dir)
 {
@@ -74,13 +91,9 @@ static void sweep(int dir)
         if (sscanf(x->d_name, "rlsandbox.%d.%llu", &pid, &born) != 2 || start_time(pid) == born)
             continue;
         int sub = openat(dir, x->d_name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-        DIR *s = sub < 0 ? NULL : fdopendir(sub);
-        struct dirent *y;
-        while (s && (y = readdir(s)))
-            if (y->d_name[0] != '.')
-                unlinkat(dirfd(s), y->d_name, AT_REMOVEDIR); /* files refuse; so does one that is in use */
-        if (s)
-            closedir(s);
+        if (sub >= 0)
+            members_remove(sub);
+        fd_close(&sub);
         unlinkat(dir, x->d_name, AT_REMOVEDIR);
     }
     if (d)
@@ -178,6 +191,46 @@ static void setup_v2(struct hub *h)
     }
 }
 
+/* Freezing needs no controller, so beside version 1 an empty version 2 hierarchy does as well. */
+static void setup_ice(struct hub *h)
+{
+    static const char *const mounts[] = {"", "unified"};
+    char path[4096];
+    struct stat st;
+    h->cg.ice = h->cg.ice_base = -1;
+    for (int kind = 0; h->cg.v2 && kind < CG_KINDS; kind++)
+        if (h->cg.dir[kind] >= 0) { /* below the sandbox's own group, whose limits go on */
+            h->cg.ice = fcntl(h->cg.dir[kind], F_DUPFD_CLOEXEC, 0);
+            return;
+        }
+    for (size_t i = 0; h->cg.ice < 0 && i < COUNT_OF(mounts) && own_path("", path, sizeof path) == 0; i++) {
+        int base = open_below(h, mounts[i], path);
+        if (base >= 0 && fstatat(base, "cgroup.controllers", &st, 0) == 0 && (h->cg.ice = run_dir(h, base)) >= 0)
+            h->cg.ice_base = base;
+        else
+            fd_close(&base);
+    }
+}
+
+bool cgroups_ice(struct hub *h, const char *member, int fds[2])
+{
+    char path[160];
+    if (h->cg.ice < 0)
+        return false;
+    mkdirat(h->cg.ice, member, 0755);
+    path_join(path, sizeof path, "%s/ice", member);
+    mkdirat(h->cg.ice, path, 0755);
+    path_join(path, sizeof path, "%s/ice/cgroup.procs", member);
+    fds[0] = openat(h->cg.ice, path, O_WRONLY | O_CLOEXEC);
+    path_join(path, sizeof path, "%s/ice/cgroup.freeze", member);
+    fds[1] = openat(h->cg.ice, path, O_WRONLY | O_CLOEXEC);
+    if (fds[0] >= 0 && fds[1] >= 0)
+        return true;
+    fd_close(&fds[0]);
+    fd_close(&fds[1]);
+    return false;
+}
+
 void cgroups_setup(struct hub *h)
 {
     for (int kind = 0; kind < CG_KINDS; kind++)
@@ -187,6 +240,7 @@ void cgroups_setup(struct hub *h)
     setup_v1(h);
     if (h->cg.dir[CG_MEMORY] < 0 && h->cg.dir[CG_PIDS] < 0)
         setup_v2(h);
+    setup_ice(h);
 }
 
 static int put(int dir, const char *file, struct err *e, const char *fmt, unsigned long long a, unsigned long long b)
@@ -281,28 +335,34 @@ int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *
 bool cgroups_remove(struct hub *h, const char *member)
 {
     bool gone = true;
+    char ice[160];
+    if (h->cg.ice >= 0 && path_join(ice, sizeof ice, "%s/ice", member) == 0) {
+        if (unlinkat(h->cg.ice, ice, AT_REMOVEDIR) < 0 && errno == EBUSY)
+            return false;
+        if (unlinkat(h->cg.ice, member, AT_REMOVEDIR) < 0 && errno == EBUSY)
+            gone = false;
+    }
     for (int kind = 0; kind < CG_KINDS; kind++)
         if (h->cg.dir[kind] >= 0 && unlinkat(h->cg.dir[kind], member, AT_REMOVEDIR) < 0 && errno == EBUSY)
             gone = false;
     return gone;
 }
 
+static void end(int base, int dir, const char *name)
+{
+    if (dir < 0 || base < 0)
+        return;
+    /* the last processes are dying: their groups are free in a moment */
+    for (int i = 0; i < 200 && unlinkat(base, name, AT_REMOVEDIR) < 0 && errno == EBUSY; i++) {
+        members_remove(dir);
+        if (i)
+            usleep(5000);
+    }
+}
+
 void cgroups_end(struct hub *h)
 {
-    for (int kind = 0; kind < CG_KINDS; kind++) {
-        if (h->cg.dir[kind] < 0)
-            continue;
-        /* the last processes are dying: their groups are free in a moment */
-        for (int i = 0; i < 200 && unlinkat(h->cg.base[kind], h->cg.name, AT_REMOVEDIR) < 0 && errno == EBUSY; i++) {
-            int fd = openat(h->cg.dir[kind], ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-            DIR *d = fd < 0 ? NULL : fdopendir(fd);
-            struct dirent *x;
-            while (d && (x = readdir(d)))
-                if (x->d_name[0] != '.')
-                    unlinkat(h->cg.dir[kind], x->d_name, AT_REMOVEDIR);
-            if (d)
-                closedir(d);
-            usleep(5000);
-        }
-    }
+    for (int kind = 0; kind < CG_KINDS; kind++)
+        end(h->cg.base[kind], h->cg.dir[kind], h->cg.name);
+    end(h->cg.ice_base, h->cg.ice, h->cg.name);
 }

@@ -7,6 +7,8 @@ void cgroups_setup(struct hub *h);
 /* Makes the groups that the settings ask for and puts `pid` in. Adds facts and TAG_CG_FILE roles to `facts`, in the order of
  * the files in `fds` (room for CG_FILES). The caller closes them, after an error as well. */
 int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e);
+/* A group of version 2 for freezing what is in `member`: descriptors of its cgroup.procs and cgroup.freeze; false: there is none */
+bool cgroups_ice(struct hub *h, const char *member, int fds[2]);
 bool cgroups_remove(struct hub *h, const char *member); /* false: in use, try again */
 void cgroups_end(struct hub *h);
 

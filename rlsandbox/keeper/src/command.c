@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include "limits.h"
+#include "pause.h"
 #include "procs.h"
 #include "stack.h"
 #include "sys.h"
@@ -252,6 +253,8 @@ static bool request(struct chan *c)
             chan_refuse(c, EINVAL, "start a program: no arguments");
         else if (tlv_find(c->msg.p, c->msg.len, TAG_SCRIPT, &t) && tlv_get(c->msg.p, c->msg.len, TAG_CONTROL, 0))
             chan_refuse(c, EINVAL, "start a program: a script and control pipes both want descriptor 9");
+        else if (k->pause.how)
+            chan_refuse(c, EBUSY, "start a program: the sandbox is paused");
         else {
             skip_env(c->msg.p, c->msg.len);
             job_start(c);
@@ -285,13 +288,16 @@ static bool request(struct chan *c)
             chan_refuse(c, k->init.fd < 0 ? ESRCH : ENOMEM, "end the episode's processes");
         return true;
     }
-    case OP_RESET: case OP_SEAL: case OP_DROP_LAYER: {
+    case OP_RESET: case OP_SEAL: case OP_DROP_LAYER: case OP_PAUSE: case OP_RESUME: {
+        static void (*const ops[])(struct keeper *, uint32_t, const uint8_t *, size_t) = {
+            [OP_RESET] = op_reset, [OP_SEAL] = op_seal, [OP_DROP_LAYER] = op_drop_layer, [OP_PAUSE] = op_pause, [OP_RESUME] = op_resume,
+        };
         struct buf m = c->msg;
         uint32_t id = c->id, op = c->op;
         c->msg = (struct buf){0};
         k->assembling -= m.len;
         chan_free(c);
-        (op == OP_RESET ? op_reset : op == OP_SEAL ? op_seal : op_drop_layer)(k, id, m.p, m.len);
+        ops[op](k, id, m.p, m.len);
         buf_free(&m);
         return true;
     }
@@ -465,6 +471,8 @@ void chan_kill(struct chan *c)
 int chan_timers(struct keeper *k)
 {
     uint64_t next = UINT64_MAX, now = 0;
+    if (k->pause.how)
+        return -1; /* time stands still */
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c; c = c->next) {
             if (!c->deadline_ns || c->ended)

@@ -76,6 +76,19 @@ static void create_failed(struct member *m, int no, const char *what)
 
 static void created(struct member *m, const uint8_t *room, size_t n);
 
+/* where it may freeze its episode's processes */
+static void ice(struct member *m)
+{
+    int fds[2] = {-1, -1};
+    struct buf b = {0};
+    bool ok = cgroups_ice(m->hub, m->name, fds);
+    if (put_str(&b, TAG_KIND, "ice") < 0 || msg_send(m->src.fd, b.p, b.len, fds, ok ? 2 : 0) < 0)
+        kill(m->pid, SIGKILL); /* it would wait for ever */
+    buf_free(&b);
+    fd_close(&fds[0]);
+    fd_close(&fds[1]);
+}
+
 static void given(struct hub *h, const uint8_t *p, size_t n)
 {
     char what[300] = "give a layer";
@@ -108,7 +121,9 @@ static void from_keeper(struct src *s, uint32_t events)
         if (layers_take(&h->layers, room, (size_t)n, fds, nfds, &e) < 0)
             fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no)); /* giving it will say it again */
         layers_gc(&h->layers, NULL, 0);
-    } else if (strcmp(kind, "given") == 0)
+    } else if (strcmp(kind, "ice") == 0)
+        ice(m);
+    else if (strcmp(kind, "given") == 0)
         given(h, room, (size_t)n);
     else if (m->create_channel)
         created(m, room, (size_t)n);

@@ -28,6 +28,8 @@ struct hub {
     struct {
         int base[CG_KINDS], dir[CG_KINDS]; /* -1: no limits of this kind */
         bool v2;
+        int ice; /* where frozen groups are made, without limits of their own; -1: nowhere */
+        int ice_base;
         char name[64];
     } cg;
     struct gone *gone;

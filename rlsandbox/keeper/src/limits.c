@@ -230,7 +230,7 @@ int limits_timer(struct keeper *k)
     size_t running;
     struct chan *c = guilty(k, &running);
     bool dog = (k->set.memory_bytes && !l->memory_cg) || (k->set.pids && !l->pids_cg);
-    if (k->init_pid <= 0 || (!running && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
+    if (k->pause.how || k->init_pid <= 0 || (!running && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
         return -1;
     uint64_t now = now_ns(), every = (uint64_t)(running ? TICK_MS : IDLE_TICK_MS) * 1000000u;
     if (l->last_ns && now - l->last_ns < every)

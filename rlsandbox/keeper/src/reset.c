@@ -8,6 +8,7 @@
 #include <sys/wait.h>
 #include <stdio.h>
 
+#include "pause.h"
 #include "skip.h"
 #include "stack.h"
 #include "sys.h"
@@ -139,6 +140,7 @@ void episode_kill(struct keeper *k)
             ;
     }
     k->init_pid = 0;
+    pause_forget(k);
 }
 
 void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)

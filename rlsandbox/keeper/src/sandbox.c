@@ -12,6 +12,7 @@
 #include <sys/resource.h>
 
 #include "limits.h"
+#include "pause.h"
 #include "sys.h"
 #include "stack.h"
 
@@ -93,8 +94,12 @@ static void on_hub(struct src *s, uint32_t events)
         k->loop.stop = true; /* the hub is gone, or wants an end */
         return;
     }
-    if (tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind) > 0 && strcmp(kind, "give") == 0)
+    if (tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind) <= 0)
+        kind[0] = 0;
+    if (strcmp(kind, "give") == 0)
         layer_given(k, room, (size_t)n, fds, nfds);
+    else if (strcmp(kind, "ice") == 0)
+        pause_ice(k, fds, nfds);
     for (size_t i = 0; i < nfds; i++)
         close(fds[i]);
 }

@@ -56,6 +56,15 @@ struct keeper {
     struct src client, hub;
     struct settings set;
     struct limits lim;
+    struct {
+        char how; /* f frozen, s stopped, 0 not paused */
+        bool asked;
+        uint32_t channel; /* that waits for the hub's answer */
+        int procs_fd, freeze_fd; /* 0: none */
+        uint64_t since_ns;
+        pid_t *pids; /* those that were stopped by us */
+        size_t n;
+    } pause;
     struct layers layers;      /* sealed ones that are here */
     uint16_t stack[MAX_CHAIN]; /* those the episode stands on, topmost first */
     unsigned nstack;
