@@ -19,6 +19,7 @@ from gymnasium.utils.env_checker import check_env
 from gymnasium.vector import AutoresetMode
 
 import rlsandbox as rls
+from rlsandbox._paths import cache
 from rlsandbox.env import SandboxEnv, SandboxVectorEnv
 
 TASKS = [
@@ -36,6 +37,7 @@ TASKS = [
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RLSANDBOX_CACHE", str(cache()))  # the keeper is built once
     monkeypatch.setenv("RLSANDBOX_HOME", str(tmp_path / "home"))
 
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rlsandbox._paths import cache
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -15,7 +17,8 @@ def test_gymnasium_loops(tmp_path: Path) -> None:
         [sys.executable, "-W", "error::UserWarning", str(ROOT / "examples/gymnasium_loops.py"),
          "--num-envs", "8", "--steps", "25"],
         capture_output=True, text=True, cwd=tmp_path, timeout=600,
-        env={**os.environ, "RLSANDBOX_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "RLSANDBOX_HOME": str(tmp_path), "RLSANDBOX_CACHE": str(cache()),
+             "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "'wrapped\\n'" in done.stdout
