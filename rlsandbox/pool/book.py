@@ -7,6 +7,7 @@ Nothing is decided here. :class:`Book` is the state that :mod:`.core` changes by
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from random import Random
 
@@ -51,9 +52,16 @@ class Book:
         """Ready members, the longest unused first."""
         self.leaving: OrderedDict[str, PoolMember] = OrderedDict()
         """Members that must go and whose removal has not been asked for yet."""
+        self._going: dict[str, PoolMember] = {}
+        self._stuck: dict[str, PoolMember] = {}
+        """Leaving members of both kinds: asked to go or not."""
         self.n: dict[State, int] = dict.fromkeys(State, 0)
         self.short = 0
         self.queued = 0
+        self.last_made = -math.inf
+        self.full_at: int | None = None
+        """How many members the place seems to hold, where that is less than the ceiling."""
+        self.full_until = -math.inf
         self.dirty: dict[str, SpecState] = {}
         self.needy: list[tuple[float, str]] = []
         self.ahead: OrderedDict[str, SpecState] = OrderedDict()
@@ -72,20 +80,32 @@ class Book:
         return len(self.members)
 
     @property
+    def ceiling(self) -> int:
+        """How many members may exist at present."""
+        return self.config.ceiling if self.full_at is None else min(self.config.ceiling, self.full_at)
+
+    @property
     def waiting(self) -> int:
         return self.queued
 
     def going(self) -> int:
         """Members whose place is about to be free: leaving, and not for suspiciously long."""
-        if not self.n[State.LEAVING]:
-            return 0
-        fresh = self.now - self.config.stuck_s
-        return sum(1 for m in self.members.values() if m.state is State.LEAVING and m.since > fresh)
+        self.stuck()
+        return len(self._going)
 
     def stuck(self) -> list[PoolMember]:
         """Members whose removal does not come to an end."""
-        old = self.now - self.config.stuck_s
-        return [m for m in self.members.values() if m.state is State.LEAVING and m.since <= old]
+        limit = self.config.stuck_s
+        while self._going and (first := next(iter(self._going.values()))).since + limit <= self.now:
+            del self._going[first.id]
+            self._stuck[first.id] = first
+        return list(self._stuck.values())
+
+    def next_stuck(self) -> float | None:
+        """When a place that claims count on is to be given up."""
+        if not self.short or not self.going():
+            return None
+        return next(iter(self._going.values())).since + self.config.stuck_s
 
     def settled(self) -> bool:
         """Whether nothing expected or kept ready is still being made (``wait_ready``)."""
@@ -144,7 +164,6 @@ class Book:
         self.unclaim(member)
         self.put(member, State.LEAVING)
         self.leaving[member.id] = member
-        self.retry(self.now + self.config.stuck_s, "m" + member.id)
 
     def expects(self, layer: Layer) -> bool:
         """Whether claims wait for the layer or are expected for it."""
@@ -201,6 +220,8 @@ class Book:
             room.creating -= 1
         elif state is State.LEAVING:
             room.leaving -= 1
+            self._going.pop(member.id, None)
+            self._stuck.pop(member.id, None)
         else:
             self.layers.stand(member.target, -1)
             _count(room.preparing, member.target, -1)
@@ -222,6 +243,7 @@ class Book:
             room.creating += 1
         elif state is State.LEAVING:
             room.leaving += 1
+            self._going[member.id] = member
         else:
             self.layers.stand(member.target, +1)
             _count(room.preparing, member.target, +1)

@@ -62,7 +62,8 @@ class Core(Book):
             self.touch(room)
             self._settle()
             return claim
-        why = self._hopeless(room) or self._layer_hopeless(room, layer)
+        why = self._hopeless(room) if deadline is None or room.breaker.permanent else None
+        why = why or self._layer_hopeless(room, layer)
         if why is not None:
             self.refuse(claim, *why)
             return claim
@@ -143,7 +144,9 @@ class Core(Book):
         if member.state is not State.CREATING:
             return  # given up in the meantime: it is leaving
         self.counters.created += 1
-        member.made_at = self.now
+        member.made_at = self.last_made = self.now
+        if self.full_at is not None:
+            self.full_at += 1
         room = self.specs[member.spec]
         room.breaker.succeeded()
         if self.closing:
@@ -175,6 +178,8 @@ class Core(Book):
             self.counters.breaker_trips += room.breaker.trips - trips
             self.note("provision_failed", member, cause.message)
             self.retry(room.breaker.retry_at, "s" + room.digest)
+            if gave_up and self.last_made < member.made_from:
+                self._looks_full()
         if exists:
             self.leave(member, "creation failed")
         else:
@@ -182,7 +187,8 @@ class Core(Book):
         why = self._hopeless(room)
         if why is not None:
             for claim in list(room.queue.values()):
-                self.refuse(claim, *why)
+                if claim.deadline is None or room.breaker.permanent:
+                    self.refuse(claim, *why)
         self._settle()
 
     def primed(self, member_id: str, layer: str, size: int, now: float) -> None:
@@ -313,8 +319,7 @@ class Core(Book):
         room = self.room(self.config.home or "")
         member = PoolMember(member_id, room.digest, State.LEAVING, self.now, reason="stray")
         self.members[member_id] = member
-        self.n[State.LEAVING] += 1
-        room.leaving += 1
+        self._enter(member, room)
         self.leaving[member_id] = member
         self.note("stray", member, "listed, but not known")
         self._settle()
@@ -403,6 +408,16 @@ class Core(Book):
         whys = [why for room in self.specs.values() if (why := self._hopeless(room)) is not None]
         return Refuse(0, "breaker", whys[0][1], whys[0][2]) if whys else None
 
+    def _looks_full(self) -> None:
+        """A creation did not end, and none did since it began: the place may hold no more than it does.
+
+        Ready members that nobody needs then make way, as they do at the ceiling. Forgotten after a while.
+        """
+        there = self.n[State.IDLE] + self.n[State.CLAIMED] + self.n[State.PRIMING] + self.n[State.RESETTING]
+        self.full_at = max(1, there)
+        self.full_until = self.now + self.config.full_s
+        self.retry(self.full_until, "f")
+
     def _hopeless(self, room: SpecState) -> tuple[str, str, Cause | None] | None:
         """Why nobody need wait for this spec; None while anything may still come of it."""
         breaker = room.breaker
@@ -428,6 +443,8 @@ class Core(Book):
         self._expire()
         while self.retries and self.retries[0][0] <= self.now:
             what = heapq.heappop(self.retries)[1]
+            if what == "f" and self.now >= self.full_until:
+                self.full_at = None
             room = self.specs.get(what[1:]) if what[0] == "s" else None
             if room is not None:
                 self.touch(room)
@@ -441,7 +458,9 @@ class Core(Book):
             self._trim()
         while self.dirty:  # an eviction may have changed a spec; it brings no claim closer
             spending.reckon(self, self.dirty.popitem()[1])
-        times = [t for t in (blocked, spending.next_expiry(self)) if t is not None]
+        # What waits for a token is looked at again when there is one: an expiry before that changes nothing.
+        soon = blocked if blocked is not None else spending.next_expiry(self)
+        times = [t for t in (soon, self.next_stuck()) if t is not None]
         if self.deadlines:
             times.append(self.deadlines[0][0])
         if self.retries:

@@ -33,6 +33,7 @@ log = logging.getLogger("rlsandbox.pool")
 GRACE_S = 5.0
 """What a cancelled operation gets to end before nobody waits for it any more."""
 LONG_WAIT_S = 10.0
+_GRAIN_S = 1e-5
 _NOTHING_MADE = (ThrottledError, UnsupportedError, ConfigError)
 
 
@@ -161,15 +162,16 @@ class Driver:
             self._pumping = False
         if self._watchers:
             self._look()
-        timer = self._timer
-        if core.wake is None:
+        timer, wake = self._timer, core.wake
+        if wake is None:
             if timer is not None:
                 timer.cancel()
                 self._timer = None
-        elif timer is None or timer.when() > core.wake or timer.cancelled():
+        elif timer is None or timer.when() > wake:
             if timer is not None:
                 timer.cancel()
-            self._timer = self._loop.call_at(core.wake, self._tick)
+            # Never at once: should the core ask for a time that has passed, others run in between.
+            self._timer = self._loop.call_at(max(wake, self._loop.time() + _GRAIN_S), self._tick)
 
     def _tick(self) -> None:
         self._timer = None

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ConfigError, ProcessesRunningError, SandboxError, SandboxStateError
 from ..hooks import Credentials, Rollout

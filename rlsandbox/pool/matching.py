@@ -211,6 +211,8 @@ def why(core: Book, claim: PoolClaim) -> str:
         stuck = len(core.stuck())
         gone = f"{n[State.LEAVING]} terminating" + (f", {stuck} of them stuck" if stuck else "")
         parts.append(f"the ceiling of {config.ceiling} is reached ({n[State.CLAIMED]} claimed, {gone})")
+    elif core.live >= core.ceiling:
+        parts.append(f"creations do not end: the place seems to hold no more than {core.ceiling}")
     elif room.short and n[State.CREATING] >= config.max_creating:
         parts.append(f"{n[State.CREATING]} creations are in flight, the limit is {config.max_creating}")
     if core.bucket.paused_until > core.now:

@@ -33,6 +33,7 @@ class CoreConfig:
         patience_s: how long a spec may keep failing before claims for it fail without their deadline.
         spread_s: how long a claim gives way to specs that have fewer members, per member of its own spec.
         idle_timeout_s: how long a ready member beyond *size* is kept.
+        full_s: how long a place that seemed full is taken to hold no more.
         stuck_s: how long a removal may take before nobody counts on its place any more.
     """
 
@@ -49,6 +50,7 @@ class CoreConfig:
     spread_s: float = 5.0
     idle_timeout_s: float = 300.0
     stuck_s: float = 15.0
+    full_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.ceiling < 1 or self.size < 0 or self.max_creating < 1:

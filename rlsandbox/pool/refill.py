@@ -203,6 +203,11 @@ class Breaker:
             return False
         return not self.open or in_flight == 0
 
+    @property
+    def permanent(self) -> bool:
+        """The last failure cannot be mended by trying again."""
+        return self._permanent
+
     def hopeless(self, now: float) -> bool:
         if not self.open:
             return False

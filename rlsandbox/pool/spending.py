@@ -49,12 +49,12 @@ def spend(core: Book) -> float | None:
     config, n = core.config, core.n
     while True:
         room = None if core.closing or config.when_empty == "wait" else _neediest(core)
-        if room is not None and core.live < config.ceiling and n[State.CREATING] < config.max_creating:
+        if room is not None and core.live < core.ceiling and n[State.CREATING] < config.max_creating:
             if not _token(core):
                 return _when(core)
             _create(core, room)
             continue
-        if room is not None and core.live >= config.ceiling and _may_move(core):
+        if room is not None and core.live >= core.ceiling and _may_move(core):
             victim = _victim(core, room, expected_too=True)
             if victim is not None:
                 core.counters.moved += 1
@@ -142,7 +142,7 @@ def _may_move(core: Book) -> bool:
 
 def wanted_elsewhere(core: Book, room: SpecState) -> bool:
     """Whether a member of *room* that was given back serves better as a free place than reset."""
-    if room.queue or room.expected or core.live < core.config.ceiling or core.config.when_empty == "wait":
+    if room.queue or room.expected or core.live < core.ceiling or core.config.when_empty == "wait":
         return False
     needy = _neediest(core)
     return needy is not None and needy is not room and _may_move(core)
@@ -177,7 +177,7 @@ def _refill(core: Book) -> SpecState | PoolMember | None:
         return None
     coming = n[State.IDLE] + n[State.CREATING] + n[State.PRIMING] + n[State.RESETTING]
     if config.when_empty == "wait" and (needy := _neediest(core)) is not None:
-        if coming < max(1, config.size) and core.live < config.ceiling:
+        if coming < max(1, config.size) and core.live < core.ceiling:
             return needy
         return _victim(core, needy, expected_too=True) if _may_move(core) else None
     for _ in range(len(core.ahead)):
@@ -186,13 +186,13 @@ def _refill(core: Book) -> SpecState | PoolMember | None:
             room.ahead = False
             del core.ahead[digest]
             continue
-        if core.live < config.ceiling:
+        if core.live < core.ceiling:
             core.ahead.move_to_end(digest)  # one each, then a second each
             return room
         if core.going():
             return None
         return _victim(core, room, expected_too=False)
-    if coming < config.size and core.live < config.ceiling:
+    if coming < config.size and core.live < core.ceiling:
         for wish in (core.favourite, config.home):
             if wish is not None and _may_create(core, room := core.room(wish)):
                 return room
@@ -214,7 +214,7 @@ def _surplus(core: Book) -> PoolMember | None:
 
 def next_expiry(core: Book) -> float | None:
     """When the longest unused ready member beyond the size expires."""
-    if core.n[State.IDLE] <= core.config.size:
+    if core.closing or core.n[State.IDLE] <= core.config.size:
         return None
     member = next(iter(core.idle.values()))
     room = core.specs[member.spec]

@@ -55,8 +55,8 @@ class Pool:
     ) -> None:
         pool = AsyncPool(
             backend, size=size, max_size=max_size, spec=spec, when_empty=when_empty,
-            max_creating=max_creating, write_rate=write_rate, run=run, ledger=ledger, plugins=plugins, block=block, config=config,
-            profile=profile,
+            max_creating=max_creating, write_rate=write_rate, run=run, ledger=ledger,
+            plugins=plugins, block=block, config=config, profile=profile,
         )  # fmt: skip
         self._begin(pool)
 
