@@ -260,21 +260,19 @@ class HubClient:
         elif frame.type == Type.PING:
             self._send(encode(Type.PONG, 0, frame.payload[:64]))
         elif frame.type in (Type.REPLY, Type.FAIL):
-            waiter = self._waiting.pop(frame.channel, None)
-            creating = frame.channel in self._creating
-            self._creating.discard(frame.channel)
             fields = Fields.decode(frame.payload)
-            if frame.type == Type.FAIL:
-                code, what = fields.int(Tag.ERRNO), fields.text(Tag.WHAT)
-                text = fields.text(Tag.TEXT) or os.strerror(code)
-                error = KeeperFailure(f"{what}: {text}", errno=code, what=what, phase="provision")
-                if waiter is not None:
-                    waiter.set_exception(error)
-                return
-            if creating and not self._sockets:
+            failure = _failure(fields) if frame.type == Type.FAIL else None
+            wants_socket = frame.channel in self._creating and failure is None
+            if wants_socket and not self._sockets:
                 raise ProtocolError("a sandbox was made but its stream did not come")
-            fd = self._sockets.popleft() if creating else -1
-            if waiter is not None:
+            self._creating.discard(frame.channel)
+            fd = self._sockets.popleft() if wants_socket else -1
+            waiter = self._waiting.pop(frame.channel, None)
+            if waiter is None:
+                raise ProtocolError("an answer to nothing that was asked")
+            if failure is not None:
+                waiter.set_exception(failure)
+            else:
                 waiter.set_result((fields, fd))
 
     def _lost_error(self) -> ProvisionError:
@@ -300,6 +298,12 @@ class HubClient:
         if not self._hello.done():
             self._hello.set_exception(self._lost_error())
             self._hello.exception()  # seen, also when nobody waits any more
+
+
+def _failure(fields: Fields) -> KeeperFailure:
+    code, what = fields.int(Tag.ERRNO), fields.text(Tag.WHAT)
+    text = fields.text(Tag.TEXT) or os.strerror(code)
+    return KeeperFailure(f"{what}: {text}", errno=code, what=what, phase="provision")
 
 
 def _seen(future: asyncio.Future[_Answer]) -> None:

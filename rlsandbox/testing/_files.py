@@ -287,9 +287,11 @@ class Files(Fixtures):
     def test_files_do_not_need_the_image_s_tools(self, sandbox: Sandbox, tmp_path: Path) -> None:
         (tmp_path / "d").mkdir()
         (tmp_path / "d" / "f").write_text("x")
-        sandbox.run("mkdir /tmp/bin; PATH=/tmp/bin; export PATH; hash -r; :", cwd="/")
         for tool in ("tar", "cat", "ls", "cp", "mkdir", "sh"):
-            sandbox.write_file(f"/usr/local/bin/{tool}", "#!/no/such\n", mode=0o755)
+            try:
+                sandbox.write_file(f"/usr/local/bin/{tool}", "#!/no/such\n", mode=0o755)
+            except PermissionError:
+                pytest.skip("the base belongs to somebody that this sandbox has no uid for")
         sandbox.upload(tmp_path / "d", "/tmp/d")
         sandbox.download("/tmp/d", tmp_path / "e")
         assert (tmp_path / "e" / "f").read_text() == "x"
