@@ -41,6 +41,7 @@ class Core(Book):
         claim = PoolClaim(self.next_claim, spec, layer, self.now, deadline, batch)
         self.counters.claims += 1
         self.favourite = spec
+        room.claimed_on(layer)
         left = room.expected.get(layer, 0)
         if left > 1:
             room.expected[layer] = left - 1

@@ -22,8 +22,12 @@ _LOOK = 256  # claims beyond the members at hand that one pass looks at
 def assign(core: Book, room: SpecState) -> None:
     """Serve the spec's claims from its ready members; without claims, prepare for those that are expected."""
     if not room.queue:
-        if room.expected and room.idle_n:
+        if not room.idle_n:
+            return
+        if room.expected:
             _prepare_ahead(core, room)
+        elif room.recent:
+            _follow(core, room)
         return
     if not room.idle_n:
         return
@@ -171,6 +175,19 @@ def _prepare_ahead(core: Book, room: SpecState) -> None:
             return
         prepare(core, next(iter(next(iter(room.idle.values())).values())), layer)
         priming += 1
+
+
+def _follow(core: Book, room: SpecState) -> None:
+    """Nothing is expected: members on layers that nobody asked for lately move to what was claimed last."""
+    latest = room.recent[-1]
+    if len(room.idle) == 1 and latest in room.idle:
+        return
+    if latest is not None and latest not in core.layers:
+        return
+    for layer in [layer for layer in room.idle if layer not in room.recent_n]:
+        for member in list(room.idle[layer].values()):
+            if in_place(core, member, latest):
+                core.reset(member, latest)
 
 
 def _beyond(

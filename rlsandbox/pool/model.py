@@ -6,12 +6,14 @@ that is unique in the pool. Nothing here waits, reads or writes.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Literal
 
 from .refill import Breaker, Cause
 
+_RECENT = 64
 WhenEmpty = Literal["create", "wait", "fail"]
 
 
@@ -118,7 +120,7 @@ class SpecState:
 
     __slots__ = (
         "ahead", "breaker", "claimed", "creating", "digest", "expected", "idle", "idle_n", "leaving",
-        "need_key", "preparing", "preparing_n", "priming", "queue", "short",
+        "need_key", "preparing", "preparing_n", "priming", "queue", "recent", "recent_n", "short",
     )  # fmt: skip
 
     def __init__(self, digest: str, breaker: Breaker) -> None:
@@ -134,12 +136,27 @@ class SpecState:
         self.claimed = 0
         self.leaving = 0
         self.expected: dict[str | None, int] = {}
+        self.recent: deque[str | None] = deque()
+        """Layers of the last claims, and how often each is among them."""
+        self.recent_n: dict[str | None, int] = {}
         self.breaker = breaker
         self.short = 0
         """Claims beyond what is ready or coming."""
         self.need_key: float | None = None
         self.ahead = False
         """It stands in line for members that are made ahead."""
+
+    def claimed_on(self, layer: str | None) -> None:
+        """Remember which layers claims have asked for lately."""
+        if len(self.recent) == _RECENT:
+            old = self.recent.popleft()
+            left = self.recent_n[old] - 1
+            if left:
+                self.recent_n[old] = left
+            else:
+                del self.recent_n[old]
+        self.recent.append(layer)
+        self.recent_n[layer] = self.recent_n.get(layer, 0) + 1
 
     @property
     def coming(self) -> int:

@@ -13,6 +13,7 @@ from ..spec import parse_size
 if TYPE_CHECKING:
     from ..backends.base import Capabilities
 
+
 @dataclass(frozen=True)
 class Numbers:
     """How large the pool is."""

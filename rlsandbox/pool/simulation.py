@@ -84,9 +84,9 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         return {
             "requested": self.requested, "completed": self.completed, "failed": dict(self.failed),
-            "missing": self.missing, "retried": self.retried, "batch_s": self.batch_s, "members": self.members,
-            "peak": self.peak, "writes": self.writes, "throttled": self.throttled, "ttfc": self.ttfc.to_dict(),
-            "counters": self.counters, "digest": self.digest,
+            "missing": self.missing, "retried": self.retried, "batch_s": self.batch_s,
+            "members": self.members, "peak": self.peak, "writes": self.writes, "throttled": self.throttled,
+            "ttfc": self.ttfc.to_dict(), "counters": self.counters, "digest": self.digest,
         }  # fmt: skip
 
 
@@ -98,7 +98,7 @@ async def simulate(
     deadlines: Deadlines | None = None,
     seed: int = 0,
 ) -> Simulation:
-    """Run the workload. Call it on a :class:`~rlsandbox.testing.VirtualClock`'s loop to have it in no time."""
+    """Run the workload; on a :class:`~rlsandbox.testing.VirtualClock`'s loop it takes no time."""
 
     async def link(member: Member, spec: Spec) -> Link:
         return await backend.open_link(member)

@@ -1,12 +1,13 @@
 """Virtual time: an event loop on which a wait takes no time.
 
 ``VirtualClock().run(main())`` runs a coroutine on a loop of its own whose clock jumps to the next timer
-whenever nothing is left to do. Everything that takes its time from the loop (``asyncio.sleep``, timeouts, the
-pool, the simulated backend) is virtual on it, and as fast as the processor; the same program runs the same way
-every time.
+whenever nothing is left to do. Everything that takes its time from the loop (``asyncio.sleep``, timeouts,
+the pool, the simulated backend) is virtual on it, and as fast as the processor; the same program runs the
+same way every time.
 
-What works in real time must not be waited for in virtual time: work given to the loop's executor holds the clock until
-it is done, and so does every block under :meth:`VirtualClock.hold`. Sockets and subprocesses belong on a real loop.
+What works in real time must not be waited for in virtual time: work given to the loop's executor holds the
+clock until it is done, and so does every block under :meth:`VirtualClock.hold`. Sockets and subprocesses
+belong on a real loop.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class _Loop(asyncio.SelectorEventLoop):
         with self.hold():
             await super().shutdown_default_executor(*args, **kw)
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         clock = self.virtual_clock
         clock._held += 1
         try:
