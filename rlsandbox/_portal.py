@@ -66,6 +66,7 @@ class Portal:
         self._closed = False
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
+        self._closing: set[asyncio.Task[None]] = set()
         self.loop = asyncio.new_event_loop()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=name, daemon=True)
@@ -208,7 +209,9 @@ class Portal:
                     return
                 yield item
         finally:
-            if not self.closed:
+            if threading.get_ident() == self._thread.ident:  # collected there
+                self._closing.add(self.loop.create_task(close()))
+            elif not self.closed:
                 self.call(close)
 
     def close(self, timeout: float = CLOSE_TIMEOUT_S) -> None:

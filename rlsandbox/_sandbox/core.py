@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from .._portal import AwaitableCM
+from ..errors import SandboxError
 from ..keeper.channel import STDIN
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult, FileInfo, Outcome
@@ -199,7 +200,12 @@ class AsyncSandbox(SandboxBase):
             ConfigError: neither the task nor the call has a grader.
         """
         self._require("ready")
-        self.outcome = await grading.grade(self, grader)
+        try:
+            self.outcome = await grading.grade(self, grader)
+        except SandboxError as error:
+            if error.phase == "command":
+                error.phase = "grade"
+            raise
         return self.outcome
 
     async def fresh(self) -> AsyncSandbox:

@@ -260,15 +260,16 @@ async def _download_file(
 ) -> None:
     with _at(sandbox, source):
         info = await sandbox.client.stat(source, user=user)
+        if info.kind == "symlink":  # given as what it points to
+            _, reply = await sandbox.client.collect(Op.READ, path=source, user=user, length=1)
+            size, mode = reply.int(Tag.SIZE), reply.int(Tag.FILE_MODE) & 0o7777
+            info = FileInfo(name=info.name, size=size, mode=mode, kind="file")
     if await asyncio.to_thread(os.path.isdir, top):
         top = os.path.join(top, os.path.basename(source))
     parent, name = os.path.split(top)
     tree = await asyncio.to_thread(Tree, parent or ".")
     try:
-        # A link to a file: what it points to, with the size that reading finds.
-        plain = FileInfo(name=name, size=max(info.size, CHUNK + 1), mode=info.mode, kind="file")
-        meter = _Meter(progress, info.size if info.kind == "file" else 0)
-        await _get(sandbox, source, name, info if info.kind == "file" else plain, tree, user, meter)
+        await _get(sandbox, source, name, info, tree, user, _Meter(progress, info.size))
     finally:
         tree.close()
 

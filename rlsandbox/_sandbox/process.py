@@ -35,7 +35,9 @@ class AsyncProcess:
         self._stdin_open = True
 
     def __repr__(self) -> str:
-        state = "running" if self.exit_code is None else f"exit {self.exit_code}"
+        state = "running"
+        if self._channel.ended:
+            state = "lost" if self._channel.lost else f"exit {self.exit_code}"
         return f"<{type(self).__name__} {self.pid} {state} in {self._sandbox.id}>"
 
     @property

@@ -181,6 +181,11 @@ class Channel:
                 callback()
             self._ended.clear()
 
+    @property
+    def lost(self) -> bool:
+        """Whether it ended with an error: a FAIL, or the loss of the keeper."""
+        return self._end is not None and not isinstance(self._end, (Exit, Fields))
+
     def when_ended(self, callback: Callable[[], object]) -> None:
         """Call *callback* at the end of the channel; now, when that has been."""
         if self._end is None:

@@ -190,15 +190,16 @@ class Grading(Fixtures):
     def test_grade_fresh(self, make: Callable[..., Sandbox]) -> None:
         grader = Grader(
             command="cat answer; ls -a; cat sub/x; readlink l; [ -x prog ]; echo $?; "
-            "cat /usr/local/bin/cat; ls gone",
+            "cat /usr/local/bin/cat; ls gone; echo old:; ls old",
             files={"hidden": "h"},
             fresh=True,
         )
-        task = Task(id="f", workdir="/tmp/work", files={"answer": "0\n", "gone": "x"}, grader=grader)
+        files = {"answer": "0\n", "gone": "x", "old/x": "x"}
+        task = Task(id="f", workdir="/tmp/work", files=files, grader=grader)
         sandbox = make(task)
         sandbox.run(
             "echo 42 >answer; mkdir sub; echo in >sub/x; ln -s sub/x l; echo p >prog; chmod 755 prog;"
-            "rm gone;"
+            "rm gone; rm -r old; mkdir old; echo n >old/y;"
             "printf '#!/bin/sh\\necho evil' >/usr/local/bin/cat; chmod 755 /usr/local/bin/cat;"
             "truncate -s 1T huge",
             check=True,
@@ -207,8 +208,9 @@ class Grading(Fixtures):
         assert outcome.result is not None
         out = outcome.result.stdout.splitlines()
         assert out[0] == "42"
-        assert out[1:9] == [".", "..", "answer", "hidden", "huge", "l", "prog", "sub"]
-        assert out[9:12] == ["in", "sub/x", "0"]
+        assert out[1:10] == [".", "..", "answer", "hidden", "huge", "l", "old", "prog", "sub"]
+        assert out[10:13] == ["in", "sub/x", "0"]
+        assert out[-2:] == ["old:", "y"]
         assert "evil" not in outcome.result.text
         assert "gone" in outcome.result.stderr
         assert sandbox.state == "graded"
