@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -75,7 +76,8 @@ def pool_arguments(
         given["spec"] = Spec(memory=options["memory"])
     config = load_config(file, options.get("profile"), given)
     if at_most is not None and config.pool.size is None:
-        given["size"] = max(1, min(16, at_most, config.pool.max_size or 16))
+        useful = min(16, max(4, 2 * (os.cpu_count() or 2)))  # more would wait for each other
+        given["size"] = max(1, min(useful, at_most, config.pool.max_size or useful))
     return {**given, "config": file, "profile": options.get("profile")}, config
 
 

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from ..pool import Pool
     from ..task import Task
 
+LEFT = """\
+echo "lines of graffiti in calc.py: $(grep -c graffiti calc.py)"
+echo "files in /tmp: $(ls -A /tmp | wc -l)"
+echo "sleeping processes: $(cat /proc/[0-9]*/comm | grep -c sleep)"
+"""
+
 
 @click.command()
 @pool_options
@@ -55,7 +61,7 @@ def _one(pool: Pool, task: Task, tell: _Teller) -> None:
         tell.step(f"Graded by hidden checks, after the agent's processes are gone: reward {outcome.reward}.")
     began = time.monotonic()
     with pool.claim(task, timeout=60) as sandbox:
-        clean = sandbox.run("grep -c graffiti calc.py; ls -A /tmp; pgrep sleep")
+        clean = sandbox.run(LEFT)
         took = time.monotonic() - began
         tell.step(
             f"Released, reset, verified from outside, claimed again: {took * 1000:.1f} ms. What is left:",

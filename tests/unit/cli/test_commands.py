@@ -47,7 +47,7 @@ def test_pool_arguments_come_from_options_over_the_file(cli: Cli) -> None:
     assert pool_arguments({"size": 2}, at_most=10)[0]["size"] == 2
     Path("rlsandbox.toml").unlink()
     assert pool_arguments({}, at_most=3)[0]["size"] == 3
-    assert pool_arguments({}, at_most=300)[0]["size"] == 16
+    assert 4 <= pool_arguments({}, at_most=300)[0]["size"] <= 16
 
 
 def test_with_image() -> None:
