@@ -14,6 +14,7 @@ import click
 from ..config import Config, load_config
 from ..errors import ConfigError
 from ..spec import Spec
+from ..task import Task
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,8 +73,9 @@ def pool_arguments(
         "ledger": options.get("ledger"),
         "run": options.get("run_name"),
     }
-    if options.get("memory"):
-        given["spec"] = Spec(memory=options["memory"])
+    image = options.get("image")
+    if options.get("memory") or image not in (None, "none"):
+        given["spec"] = Spec(memory=options.get("memory"), image=None if image == "none" else image)
     config = load_config(file, options.get("profile"), given)
     if at_most is not None and config.pool.size is None:
         useful = min(16, max(4, 2 * (os.cpu_count() or 2)))  # more would wait for each other
@@ -81,15 +83,14 @@ def pool_arguments(
     return {**given, "config": file, "profile": options.get("profile")}, config
 
 
-def with_image(tasks: list[Any], image: str | None) -> list[Any]:
-    """*tasks* in *image* (``none``: the backend's own base) instead of their own."""
+def with_image(tasks: list[Task], image: str | None) -> list[Task]:
+    """*tasks* without an image of their own when ``--image`` names one for the whole pool."""
     if image is None:
         return tasks
-    named = None if image == "none" else image
 
-    def moved(task: Any) -> Any:
+    def moved(task: Task) -> Task:
         spec = dataclasses.replace(task.spec, image=None) if task.spec is not None else None
-        return dataclasses.replace(task, image=named, spec=spec)
+        return dataclasses.replace(task, image=None, spec=spec)
 
     return [moved(task) for task in tasks]
 

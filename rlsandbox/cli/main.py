@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import logging
+import logging.handlers
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 import click
 
 from .. import cli
-from ..errors import ConfigError, SandboxError, UnsupportedError
+from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
 
 INTERRUPTED = 130
 
@@ -61,19 +62,47 @@ def group(ctx: click.Context, debug: bool, verbose: bool) -> None:
 
     Start with: rlsandbox quickstart
     """
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("rlsandbox")
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
-    ctx.call_on_close(lambda: logger.removeHandler(handler))
+    if isinstance(ctx.obj, _Logs):
+        ctx.obj.begin(logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
+
+
+class _Logs:
+    """Log lines on stderr. Warnings are held until the end (or an error): they shall not hide the answer."""
+
+    def __init__(self) -> None:
+        self._held: logging.handlers.MemoryHandler | None = None
+
+    def begin(self, level: int) -> None:
+        stream = logging.StreamHandler()
+        stream.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+        capacity = 1 if level < logging.WARNING else 1000
+        self._held = logging.handlers.MemoryHandler(capacity, flushLevel=logging.ERROR, target=stream)
+        logger = logging.getLogger("rlsandbox")
+        logger.addHandler(self._held)
+        logger.setLevel(level)
+
+    def drop(self) -> None:
+        if self._held is not None:
+            self._held.buffer.clear()
+
+    def end(self) -> None:
+        if self._held is not None:
+            logging.getLogger("rlsandbox").removeHandler(self._held)
+            self._held.close()
 
 
 def run_main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and turn whatever it ends with into an exit status."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    logs = _Logs()
     try:
-        result = group.main(args=arguments, prog_name="rlsandbox", standalone_mode=False)
+        return _run(list(sys.argv[1:] if argv is None else argv), logs)
+    finally:
+        logs.end()
+
+
+def _run(arguments: list[str], logs: _Logs) -> int:
+    try:
+        result = group.main(args=arguments, prog_name="rlsandbox", standalone_mode=False, obj=logs)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except click.exceptions.Exit as done:
@@ -90,8 +119,9 @@ def run_main(argv: Sequence[str] | None = None) -> int:
             error, error.format_message(), 2, arguments, where.command_path if where else "rlsandbox"
         )
     except SandboxError as error:
-        bad_input = isinstance(error, (ConfigError, UnsupportedError))
-        return _tell(error, str(error), 2 if bad_input else 1, arguments)
+        if bad_input(error):
+            logs.drop()  # how often the impossible was tried
+        return _tell(error, str(error), 2 if bad_input(error) else 1, arguments)
     except BrokenPipeError:
         # The reader of our output (head, a pager) has gone: nothing is wrong, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,6 +131,11 @@ def run_main(argv: Sequence[str] | None = None) -> int:
             f"internal error: {type(error).__name__}: {error} (a bug; --debug before the command shows where)"
         )
         return _tell(error, said, 1, arguments)
+
+
+def bad_input(error: SandboxError) -> bool:
+    """Whether what was asked for is wrong, and the same again would be: exit status 2."""
+    return isinstance(error, (ConfigError, UnsupportedError, ImageError)) or error.phase == "config"
 
 
 def _tell(error: Exception, said: str, status: int, arguments: list[str], who: str = "rlsandbox") -> int:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import ConfigError, UnsupportedError
+from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
 from ..task import Task
 from .common import console, json_option, pool_arguments, pool_options, print_json, with_image, writable_file
+from .main import bad_input
 from .policy import find_policy
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 EVENTS = ("created", "recycled", "quarantined", "reset_failed", "primed", "disposed", "warm_hits", "claims")
 """Of :class:`~rlsandbox.PoolStats`, what is shown."""
+WARM_S = 120.0
 
 
 @click.command()
@@ -44,6 +47,9 @@ EVENTS = ("created", "recycled", "quarantined", "reset_failed", "primed", "dispo
 @click.option("--require-coverage", type=float, metavar="SHARE", help="Exit 1 when fewer rollouts completed.")
 @click.option("--require-reward", type=float, metavar="MEAN", help="Exit 1 when the mean reward is lower.")
 @click.option("--progress/--no-progress", default=None, help="Progress bar; default: on a terminal.")
+@click.option(
+    "--warm/--cold", default=True, help="Wait for a ready pool before the first claim; default --warm."
+)
 @pool_options
 @json_option
 def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int:
@@ -74,7 +80,8 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
         "resume": options["resume"],
         "progress": options["progress"],
     }
-    report, facts = _run(tasks, policy, arguments, plan)
+    report, facts = _run(tasks, policy, arguments, plan, warm=options["warm"])
+    _refuse_what_never_could(report)
     if plot_file is not None:
         report.plot(plot_file)
     unmet = _unmet(report, options["require_coverage"], options["require_reward"])
@@ -97,7 +104,12 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
 
 
 def _run(
-    tasks: list[Task], policy: Callable[..., Any], arguments: dict[str, Any], plan: dict[str, Any]
+    tasks: list[Task],
+    policy: Callable[..., Any],
+    arguments: dict[str, Any],
+    plan: dict[str, Any],
+    *,
+    warm: bool,
 ) -> tuple[Report, dict[str, Any]]:
     """The rollouts in a pool of their own; everything is told before it closes and forgets."""
     import rlsandbox
@@ -107,13 +119,44 @@ def _run(
 
         async def run_async() -> tuple[Report, dict[str, Any]]:
             async with rlsandbox.AsyncPool(**arguments) as pool:
+                if warm:
+                    pool.expect(tasks[: pool.size])
+                    with _as_it_was_said():
+                        await pool.wait_ready(timeout=WARM_S)
+                    pool.expect([], replace=True)  # the rollouts tell the pool themselves
                 report = await pool.run_rollouts(tasks, policy, **plan)
                 return report, _facts(pool)
 
         return asyncio.run(run_async())
     with rlsandbox.Pool(**arguments) as pool:
+        if warm:
+            pool.expect(tasks[: pool.size])
+            with _as_it_was_said():
+                pool.wait_ready(timeout=WARM_S)
+            pool.expect([], replace=True)
         report = pool.run_rollouts(tasks, policy, **plan)
         return report, _facts(pool)
+
+
+@contextlib.contextmanager
+def _as_it_was_said() -> Iterator[None]:
+    """What the place said, without the pool's account of its tries, when trying again cannot help."""
+    try:
+        yield
+    except SandboxError as error:
+        cause = error.__cause__
+        if isinstance(cause, SandboxError) and bad_input(cause):
+            raise cause from None
+        raise
+
+
+def _refuse_what_never_could(report: Report) -> None:
+    """Raise when no rollout could ever have started, for what was asked for (an image that is not there)."""
+    kinds = {f"{cls.__module__}.{cls.__qualname__}" for cls in (ConfigError, UnsupportedError, ImageError)}
+    failures = [record.failure for record in report.records if record.failure is not None]
+    if failures and len(failures) == report.requested and all(f.error in kinds for f in failures):
+        first = failures[0]
+        raise ImageError(first.cause, kind=first.kind, phase=first.phase)
 
 
 def _facts(pool: Any) -> dict[str, Any]:

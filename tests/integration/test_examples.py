@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from rlsandbox import _paths
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
     "notebook.py": ([], ["def average", "TTFC p95"]),
@@ -27,6 +29,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     env = {
         **os.environ,
         "RLSANDBOX_HOME": str(tmp_path / "home"),
+        "RLSANDBOX_CACHE": str(_paths.cache()),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         "MPLBACKEND": "Agg",
     }

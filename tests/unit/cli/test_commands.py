@@ -50,13 +50,14 @@ def test_pool_arguments_come_from_options_over_the_file(cli: Cli) -> None:
     assert 4 <= pool_arguments({}, at_most=300)[0]["size"] <= 16
 
 
-def test_with_image() -> None:
+def test_an_image_for_all(cli: Cli) -> None:
     tasks = [Task(id="a", image="x"), Task(id="b", spec=Spec(image="y", memory="1GiB"))]
     assert with_image(tasks, None) == tasks
     for image, wanted in (("none", None), ("z", "z")):
+        base = pool_arguments({"image": image})[1].spec
         a, b = with_image(tasks, image)
-        assert a.spec_over(None).image == wanted
-        assert b.spec_over(None) == Spec(image=wanted, memory="1GiB")
+        assert a.spec_over(base).image == wanted
+        assert b.spec_over(base) == Spec(image=wanted, memory="1GiB")
 
 
 def test_policies_by_name(cli: Cli) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import logging
 import os
 import signal
 import subprocess
@@ -102,7 +103,8 @@ def test_bad_input_is_one_line_and_status_2(cli: Cli, argv: list[str], said: str
         (ConfigError("wrong", hint="right"), 2),
         (UnsupportedError("cannot"), 2),
         (ClaimTimeoutError("late"), 1),
-        (ImageError("broken"), 1),
+        (ImageError("broken"), 2),
+        (SandboxError("ledger", phase="config"), 2),
         (SandboxError("two\nlines"), 1),
         (RuntimeError("a bug"), 1),
         (KeyboardInterrupt(), 130),
@@ -131,7 +133,7 @@ def test_json_tells_errors_too(cli: Cli, fake: types.ModuleType) -> None:
 
     fake.body = body  # type: ignore[attr-defined]
     done = cli("fake", "--json")
-    assert done.json["exit_status"] == 1
+    assert done.json["exit_status"] == 2
     assert done.json["error"]["kind"] == "image"
     assert done.json["error"]["hint"] == "pull it again"
     assert cli("run", "--json", "--size", "0").json["error"]["type"] == "ConfigError"
@@ -144,12 +146,24 @@ def test_return_values_are_statuses(cli: Cli, fake: types.ModuleType) -> None:
 
 
 def test_verbose_shows_log_lines(cli: Cli, fake: types.ModuleType) -> None:
-    import logging
-
     fake.body = lambda: logging.getLogger("rlsandbox.x").info("a step")  # type: ignore[attr-defined]
     assert "a step" not in cli("fake").err
     assert "INFO rlsandbox.x: a step" in cli("-v", "fake").err
     assert "a step" not in cli("fake").err
+
+
+def test_warnings_are_told_unless_the_input_was_wrong(cli: Cli, fake: types.ModuleType) -> None:
+    def body(error: Exception | None) -> None:
+        logging.getLogger("rlsandbox.x").warning("tried")
+        if error is not None:
+            raise error
+
+    fake.body = lambda: body(None)  # type: ignore[attr-defined]
+    assert cli("fake").err == "WARNING rlsandbox.x: tried\n"
+    fake.body = lambda: body(ClaimTimeoutError("late"))  # type: ignore[attr-defined]
+    assert "tried" in cli("fake").err
+    fake.body = lambda: body(ConfigError("wrong"))  # type: ignore[attr-defined]
+    assert cli("fake").err == "rlsandbox: wrong\n"
 
 
 def test_version_and_module(cli: Cli) -> None:
