@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import inspect
@@ -48,19 +47,27 @@ _CONTROL = encode_fields({"control": 1})
 BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
 
 
-class Backup:
-    """Our own deadline behind the keeper's."""
+class Deadline:
+    """So many seconds of the sandbox's own time from now: it stands still while the sandbox is paused."""
 
-    handle: asyncio.TimerHandle | None = None
-    acted = False
+    def __init__(self, sandbox: SandboxBase, seconds_: float, act: Callable[[], object]) -> None:
+        self.acted = False
+        self._sandbox = sandbox
+        self._act = act
+        self._paused_s = sandbox.paused_s
+        self._handle = sandbox.loop.call_later(seconds_, self._due)
+
+    def _due(self) -> None:
+        paused = self._sandbox.paused_s
+        missed, self._paused_s = paused - self._paused_s, paused
+        if missed > 0:
+            self._handle = self._sandbox.loop.call_later(max(missed, 0.05), self._due)
+        else:
+            self.acted = True
+            self._act()
 
     def cancel(self) -> None:
-        if self.handle is not None:
-            self.handle.cancel()
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return {"exit_code": 137, "timed_out": True} if self.acted else {}
+        self._handle.cancel()
 
 
 class SandboxBase:
@@ -100,10 +107,12 @@ class SandboxBase:
         self._base_env = dict(base_env or {})
         self._facts = dict(facts or {})
         self._commands: set[CommandChannel] = set()
+        self._paused_s = 0.0
+        self._paused_since: float | None = None
         self._first = True
         self._output_limit = task.limits.output_bytes
         self._pid = os.getpid()
-        self._loop = client.loop
+        self.loop = client.loop
         self.attach(client, node=node)
 
     def attach(self, client: KeeperClient, *, node: str | None = None) -> None:
@@ -202,32 +211,37 @@ class SandboxBase:
         return channel, argv
 
     def _started(self) -> Callable[[int], None]:
-        asked = self._loop.time()
+        asked = self.loop.time()
 
         def started(pid: int) -> None:
             if self._first:
                 self._first = False
-                self._host.command_started(cast("AsyncSandbox", self), self._loop.time() - asked)
+                self._host.command_started(cast("AsyncSandbox", self), self.loop.time() - asked)
 
         return started
 
-    def backup(self, channel: CommandChannel, timeout: float | None) -> Backup:
+    def backup(self, channel: CommandChannel, timeout: float | None) -> Deadline | None:
         """The keeper enforces timeouts; should it be silent long after, we do."""
-        backup = Backup()
-        if timeout is not None:
+        if timeout is None:
+            return None
+        return Deadline(self, timeout + BACKUP_S, lambda: self.cancel_command(channel))
 
-            def late() -> None:
-                backup.acted = True
-                self.cancel_command(channel)
+    @property
+    def paused_s(self) -> float:
+        """Seconds that this sandbox has been paused, all told."""
+        since = self._paused_since
+        return self._paused_s + (self.loop.time() - since if since is not None else 0.0)
 
-            backup.handle = self._loop.call_later(timeout + BACKUP_S, late)
-        return backup
+    def paused(self, now: bool) -> None:
+        """The sandbox is paused from now on, or no more."""
+        self._paused_s, self._paused_since = self.paused_s, self.loop.time() if now else None
+        self._state = "paused" if now else "ready"
 
     def cancel_command(self, channel: CommandChannel) -> None:
         """End a command; a keeper that does not do it is given up."""
         channel.cancel()
         why = f"the keeper did not end a command within {BACKUP_S:g} s"
-        self._loop.call_later(BACKUP_S, lambda: None if channel.ended else channel.client.give_up(why))
+        self.loop.call_later(BACKUP_S, lambda: None if channel.ended else channel.client.give_up(why))
 
     def _env_with(self, env: Mapping[str, str]) -> bytes:
         return encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env, env)})
@@ -320,10 +334,11 @@ class SandboxBase:
                 await channel.cancelled(CANCEL_GRACE_S)
             raise
         finally:
-            backup.cancel()
+            if backup is not None:
+                backup.cancel()
         assert isinstance(end, Exit)
         self.check_held()
-        return collector.result(end, **backup.facts)
+        return collector.result(end, **late_facts(backup))
 
     @contextlib.asynccontextmanager
     async def grading(self) -> AsyncIterator[None]:
@@ -342,3 +357,8 @@ class SandboxBase:
 def _number(facts: Mapping[str, str], name: str, otherwise: int | None) -> int | None:
     value = facts.get(name, "")
     return int(value) if value.isdigit() else otherwise
+
+
+def late_facts(backup: Deadline | None) -> dict[str, Any]:
+    """What a result says when we had to end the command ourselves."""
+    return {"exit_code": 137, "timed_out": True} if backup is not None and backup.acted else {}

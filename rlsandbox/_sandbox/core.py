@@ -104,7 +104,8 @@ class AsyncSandbox(SandboxBase):
             limit = self.output_limit(output_limit)
             channel, argv = self.command(cmd, timeout=allowed, cwd=cwd, env=env, user=user, stdin=stdin)
             backup = self.backup(channel, allowed)
-            channel.when_ended(backup.cancel)
+            if backup is not None:
+                channel.when_ended(backup.cancel)
             try:
                 await channel.started()
             except KeeperFailure as error:
@@ -228,7 +229,7 @@ class AsyncSandbox(SandboxBase):
         self._require("ready")
         await self._client.pause()
         if self._state == "ready":
-            self._state = "paused"
+            self.paused(True)
 
     async def resume(self) -> None:
         """Let the processes go on. Twice is fine."""
@@ -237,7 +238,7 @@ class AsyncSandbox(SandboxBase):
         self._require("paused")
         await self._client.resume()
         if self._state == "paused":
-            self._state = "ready"
+            self.paused(False)
 
     async def hibernate(self) -> None:
         """Save the files, end the processes, give the place up."""
@@ -283,11 +284,11 @@ class AsyncSandbox(SandboxBase):
         with contextlib.suppress(
             RuntimeError
         ):  # the loop is closed: so is the pool, it disposed of everything
-            self._loop.call_soon_threadsafe(_forgotten, self)
+            self.loop.call_soon_threadsafe(_forgotten, self)
 
 
 def _forgotten(sandbox: AsyncSandbox) -> None:
-    task = sandbox._loop.create_task(sandbox.release())
+    task = sandbox.loop.create_task(sandbox.release())
     _returning.add(task)
     task.add_done_callback(_returning.discard)
 

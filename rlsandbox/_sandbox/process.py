@@ -11,10 +11,10 @@ from ..errors import CommandTimeoutError, SandboxStateError
 from ..keeper.channel import STDERR, STDIN, STDOUT, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S
 from ..results import CommandResult, Stream
+from .base import Deadline, late_facts
 from .command import Collector, stream_name
 
 if TYPE_CHECKING:
-    from .base import Backup
     from .core import AsyncSandbox
 
 
@@ -25,7 +25,9 @@ class AsyncProcess:
     prints more than about 256 KiB stops until it is iterated or waited for. Leaving the block kills it.
     """
 
-    def __init__(self, sandbox: AsyncSandbox, channel: CommandChannel, limit: int, backup: Backup) -> None:
+    def __init__(
+        self, sandbox: AsyncSandbox, channel: CommandChannel, limit: int, backup: Deadline | None
+    ) -> None:
         self.pid: int = channel.pid or 0
         self._sandbox = sandbox
         self._channel = channel
@@ -109,7 +111,7 @@ class AsyncProcess:
                     hint="kill() ends it",
                     sandbox=self._sandbox.id,
                 ) from error
-            self._result = self._collector.result(self._end(), **self._backup.facts)
+            self._result = self._collector.result(self._end(), **late_facts(self._backup))
         return self._result
 
     async def kill(self, signal: int = 9) -> None:

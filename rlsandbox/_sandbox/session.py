@@ -26,6 +26,7 @@ from ..errors import ConfigError, SandboxDiedError, SessionDiedError
 from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
+from .base import Deadline
 from .command import Collector, start_error, text_bytes
 
 if TYPE_CHECKING:
@@ -125,7 +126,9 @@ class AsyncSession:
         lines = (b"\\command eval ", _quoted(script), b" 0<", source, b" 9>&-\n")
         answer = b"\\command printf '\\n%s %s\\n' " + self._nonce + b' "$?" >&9\n'
         self._channel.feed(STDIN, b"".join(lines) + answer)
-        timer = None if timeout is None else loop.call_later(timeout, self._too_late, timeout)
+        timer = None
+        if timeout is not None:
+            timer = Deadline(self._sandbox, timeout, lambda: self._too_late(timeout))
         try:
             status = await waiter
         except BaseException:

@@ -120,6 +120,7 @@ class Lifecycle(Fixtures):
 
     def test_pause(self, sandbox: Sandbox) -> None:
         sandbox.run("(while :; do echo x >>/tmp/ticks; sleep 0.01; done) >/dev/null 2>&1 &")
+        sandbox.run("while [ ! -s /tmp/ticks ]; do sleep 0.01; done", timeout=LONG)
         sandbox.pause()
         sandbox.pause()
         assert sandbox.state == "paused"
@@ -140,9 +141,11 @@ class Lifecycle(Fixtures):
 
     def test_pause_remembers_who_was_stopped(self, sandbox: Sandbox) -> None:
         pid = sandbox.run(f"sleep {LONG} >/dev/null & kill -STOP $!; echo $!").stdout.strip()
+        state = f"read -r s </proc/{pid}/stat; s=${{s##*) }}; s=${{s%% *}}"
+        sandbox.run(f"{state}; while [ $s != T ]; do sleep 0.01; {state}; done", timeout=LONG)
         sandbox.pause()
         sandbox.resume()
-        assert sandbox.run(f"read -r s </proc/{pid}/stat; echo ${{s##*) }}").stdout[0] == "T"
+        assert sandbox.run(f"{state}; echo $s").stdout == "T\n"
 
     def test_release_of_a_paused_one(self, sandbox: Sandbox) -> None:
         sandbox.run("sleep 99 >/dev/null &")

@@ -167,6 +167,28 @@ async def test_a_timeout_the_keeper_misses_but_not_the_cancel(monkeypatch: pytes
     await closed(sandbox)
 
 
+async def test_deadlines_stand_still_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "BACKUP_S", 0.1)
+    sandbox, peer, _ = await made()
+
+    async def answer(op: Op) -> None:
+        channel, fields = await peer.request()
+        assert fields.int(Tag.OP) == op
+        await peer.say(Type.REPLY, channel)
+
+    run = asyncio.create_task(sandbox.run("x", timeout=0.1))
+    channel = await peer.command()
+    await asyncio.gather(sandbox.pause(), answer(Op.PAUSE))
+    await asyncio.sleep(0.4)
+    assert await peer.quiet()
+    await asyncio.gather(sandbox.resume(), answer(Op.RESUME))
+    assert await peer.quiet()
+    assert (await peer.get()).type == Type.CANCEL
+    await peer.say(Type.EXIT, channel, status=9, flags=4)
+    assert (await run).timed_out
+    await closed(sandbox)
+
+
 async def test_cancelled_run_sees_the_end_first() -> None:
     sandbox, peer, _ = await made()
     run = asyncio.create_task(sandbox.run("x"))
