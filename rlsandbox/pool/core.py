@@ -32,9 +32,20 @@ class Core(Book):
     # -- what a claim's owner says ---------------------------------------------------------------
 
     def claim(
-        self, spec: str, layer: str | None, now: float, *, deadline: float | None = None, batch: object = None
+        self,
+        spec: str,
+        layer: str | None,
+        now: float,
+        *,
+        deadline: float | None = None,
+        batch: object = None,
+        settle: bool = True,
     ) -> PoolClaim:
-        """A sandbox is needed. Ends in Grant or Refuse."""
+        """A sandbox is needed. Ends in Grant or Refuse.
+
+        Without *settle* what follows from a claim that is served at once is put off until the next event:
+        the caller has something more urgent to do, and sees to it that there is one soon.
+        """
         self.clock(now)
         room = self.room(spec)
         self.next_claim += 1
@@ -60,8 +71,8 @@ class Core(Book):
             claim.warm = True
             self.counters.warm_hits += 1
             self.grant(claim, next(iter(ready.values())))
-            self.touch(room)
-            self._settle()
+            if settle:
+                self._settle()
             return claim
         why = self._hopeless(room) if deadline is None or room.breaker.permanent else None
         why = why or self._layer_hopeless(room, layer)

@@ -34,6 +34,7 @@ GRACE_S = 5.0
 """What a cancelled operation gets to end before nobody waits for it any more."""
 LONG_WAIT_S = 10.0
 _GRAIN_S = 1e-5
+_SOON_S = 1e-3
 _NOTHING_MADE = (ThrottledError, UnsupportedError, ConfigError)
 
 
@@ -59,6 +60,8 @@ class Held:
     """Whose episode it ran last: verification looks with its eyes."""
     credentials: list[Credentials] = field(default_factory=list)
     """What its episodes held, newest last."""
+    at_hand: Any = None
+    """A sandbox object made while the member lay ready, for a claim of the same task."""
 
 
 Opener = Callable[[Member, Spec], Awaitable[Link]]
@@ -99,6 +102,8 @@ class Driver:
         self._watchers: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._long_wait: asyncio.TimerHandle | None = None
         self._pumping = False
+        self.rested: Callable[[Held], object] | None = None
+        """Called when a member lies ready and nobody waits for it."""
 
     # -- claims --------------------------------------------------------------------------------------
 
@@ -110,11 +115,17 @@ class Driver:
         now = self._loop.time()
         core = self.core
         self.bursts.asked(now, core.n[State.CLAIMED] + core.queued + 1)
-        claim = core.claim(spec, layer, now, deadline=deadline, batch=batch)
-        if claim.member is None:
-            self._waiters[claim.id] = self._loop.create_future()
-            if self._long_wait is None:
-                self._long_wait = self._loop.call_later(LONG_WAIT_S, self._tell_long_waits)
+        claim = core.claim(spec, layer, now, deadline=deadline, batch=batch, settle=False)
+        if claim.warm:
+            # Its Grant needs no carrying out, and the refill can wait until somebody has the sandbox.
+            if len(core.actions) == 1:
+                core.actions.clear()
+            if self._timer is None or self._timer.when() > now + _SOON_S:
+                self._wake_at(now + _SOON_S)
+            return claim
+        self._waiters[claim.id] = self._loop.create_future()
+        if self._long_wait is None:
+            self._long_wait = self._loop.call_later(LONG_WAIT_S, self._tell_long_waits)
         self.pump()
         return claim
 
@@ -122,7 +133,7 @@ class Driver:
         """Until the claim is granted (None) or refused. Cancelled, it leaves nothing behind."""
         waiter = self._waiters.get(claim.id)
         if waiter is None:
-            return None
+            return None  # granted at once
         try:
             await waiter
         except BaseException:
@@ -168,10 +179,13 @@ class Driver:
                 timer.cancel()
                 self._timer = None
         elif timer is None or timer.when() > wake:
-            if timer is not None:
-                timer.cancel()
             # Never at once: should the core ask for a time that has passed, others run in between.
-            self._timer = self._loop.call_at(max(wake, self._loop.time() + _GRAIN_S), self._tick)
+            self._wake_at(max(wake, self._loop.time() + _GRAIN_S))
+
+    def _wake_at(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
@@ -355,6 +369,8 @@ class Driver:
             self.tell(self.core.residue, name, shown + more)
         else:
             self.tell(self.core.prepared, name)
+            if self.rested is not None and held.at_hand is None and name in self.core.idle:
+                self.rested(held)
 
     async def _dispose(self, name: str, reason: str) -> None:
         running = self._ops.get(name)

@@ -60,6 +60,9 @@ class Lender:
 
     def __init__(self, pool: AsyncPool) -> None:
         self._pool = pool
+        from ..sandbox import AsyncSandbox
+
+        self._class: Any = AsyncSandbox
         self.leases: set[Lease] = set()
         self.snapshots: dict[str, AsyncSnapshot] = {}
 
@@ -78,13 +81,10 @@ class Lender:
         }
 
     async def hand_over(self, lease: Lease, held: Held) -> AsyncSandbox:
-        """A sandbox with credentials in it where a plugin issues some."""
-        pool = self._pool
-        if not pool.plugins.hook.rlsandbox_issue_credentials.get_hookimpls():
-            return self.sandbox(lease, held, {})
+        """A sandbox with credentials in it, for pools with a plugin that issues some."""
         lease.credentials = credentials = await self._issue(lease)
         if credentials is None:
-            return self.sandbox(lease, held, {})
+            return self.sandbox(lease, held)
         lease.secret = redact.register(credentials.env, credentials.files)
         held.credentials = [*held.credentials[1 - _PAST_CREDENTIALS :], credentials]
         sandbox = self.sandbox(lease, held, credentials.env)
@@ -92,22 +92,35 @@ class Lender:
             await sandbox.write_file(path, data, mode=0o600)
         return sandbox
 
-    def sandbox(self, lease: Lease, held: Held, env: Mapping[str, str]) -> AsyncSandbox:
-        make = getattr(held.link, "sandbox", None)
-        if make is not None:  # a backend without keepers has sandboxes of its own
-            sandbox: AsyncSandbox = make(lease.task, lease.spec, self)
+    def sandbox(self, lease: Lease, held: Held, env: Mapping[str, str] | None = None) -> AsyncSandbox:
+        """The sandbox of a lease: the one at hand where that fits."""
+        sandbox, held.at_hand = held.at_hand, None
+        if sandbox is None or env or sandbox.task is not lease.task:
+            sandbox = self._make(held, lease.task, env or {})
         else:
-            sandbox = _AsyncSandbox()(
-                held.link.client, id=held.member.id, task=lease.task, spec=lease.spec, node=held.member.node,
-                reset_mode=held.link.mode, host=self, facts=held.member.facts,
-                base_env={**self._pool.backend.environment(lease.spec), **env},
-            )  # fmt: skip
+            sandbox._state = "ready"
         sandbox.rollout = lease.rollout
         sandbox.times = lease.parts
-        sandbox._lease = lease  # type: ignore[attr-defined]
+        sandbox._lease = lease
         held.task = lease.task
         self.leases.add(lease)
-        return sandbox
+        return sandbox  # type: ignore[no-any-return]
+
+    def lay_out(self, held: Held) -> None:
+        """Make a ready member's next sandbox now, while nobody waits, on the guess that the task stays."""
+        if held.task is not None:
+            held.at_hand = sandbox = self._make(held, held.task, {})
+            sandbox._state = "released"  # of nobody: nothing to give back when it is not used
+
+    def _make(self, held: Held, task: Task, env: Mapping[str, str]) -> Any:
+        make = getattr(held.link, "sandbox", None)
+        if make is not None:  # a backend without keepers has sandboxes of its own
+            return make(task, held.spec, self)
+        return self._class(
+            held.link.client, id=held.member.id, task=task, spec=held.spec, node=held.member.node,
+            reset_mode=held.link.mode, host=self, facts=held.member.facts,
+            base_env={**self._pool.backend.environment(held.spec), **env},
+        )  # fmt: skip
 
     async def _issue(self, lease: Lease) -> Credentials | None:
         pool = self._pool
@@ -314,9 +327,3 @@ def _held(sandbox: AsyncSandbox) -> Lease:
     if lease is None or lease.over:
         raise SandboxStateError("the sandbox was given back", sandbox=sandbox.id)
     return lease
-
-
-def _AsyncSandbox() -> type[AsyncSandbox]:
-    from ..sandbox import AsyncSandbox
-
-    return AsyncSandbox

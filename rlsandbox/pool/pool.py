@@ -104,6 +104,7 @@ class AsyncPool:
         self.manager = self.plugins
         self.run = self.config.pool.run or new_run_name()
         self.metrics = Metrics(run=self.run, gauges=self._gauges, totals=self._totals)
+        self._issues = bool(self.plugins.hook.rlsandbox_issue_credentials.get_hookimpls())
         self.closed = False
         self._pid = os.getpid()
         self._driver: Driver | None = None
@@ -207,6 +208,7 @@ class AsyncPool:
             core, self.backend, self._link, labels=labels, metrics=self.metrics, note=self._noted,
             adopt=capabilities.adopt,
         )  # fmt: skip
+        driver.rested = self._lender.lay_out
         driver.specs = self._known
         driver.tasks = self._layer_tasks
         self._known[self.spec.digest] = self.spec
@@ -297,6 +299,8 @@ class AsyncPool:
         lender = self._lender
         parts = lender.parts(member, needed, now)
         lease = Lease(claim, member.id, task, spec, rollout, needed, now, parts, counted)
+        if not self._issues:
+            return lender.sandbox(lease, held)
         try:
             sandbox = await lender.hand_over(lease, held)
         except BaseException:
