@@ -35,7 +35,7 @@ def keeper_binary() -> Iterator[Path]:
     """Where every user can run it, which pytest's own directories are not."""
     with tempfile.TemporaryDirectory(prefix="rls-test-") as place:
         Path(place).chmod(0o755)
-        yield Path(shutil.copy(build(), Path(place) / "keeper"))
+        yield Path(shutil.copy(build(os.environ.get("RLS_TEST_KEEPER", "keeper")), Path(place) / "keeper"))
 
 
 @pytest.fixture

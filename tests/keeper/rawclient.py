@@ -22,7 +22,10 @@ REPEATED = {Tag.FACT, Tag.MEMBER, Tag.LAYER}
 
 
 def build(target: str = "keeper") -> Path:
-    """The keeper, compiled from the source beside the tests (make does nothing when it is up to date)."""
+    """The keeper, compiled from the source beside the tests (make does nothing when it is up to date).
+
+    ``RLS_TEST_KEEPER=keeper-asan`` runs all tests of this directory against the sanitizer build.
+    """
     subprocess.run(["make", "-s", "-C", str(SRC), *([] if target == "keeper" else ["asan"])], check=True)
     return SRC / target
 
@@ -207,10 +210,10 @@ class Keeper(Frames):
 class Hub(Frames):
     """A hub process, and the base of the machine that most tests want."""
 
-    def __init__(self, keeper: Path | None = None, user: str | None = None, scratch: Path | None = None) -> None:
+    def __init__(self, keeper: Path | None = None, user: str | None = None, scratch: Path | None = None, stderr: Any = None) -> None:
         ours, theirs = socket.socketpair()
         argv = [str(keeper or build()), "hub", "--fd", str(theirs.fileno()), "--client", str(os.getpid())]
-        self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], user=user, group=user, extra_groups=[] if user else None)
+        self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], user=user, group=user, extra_groups=[] if user else None, stderr=stderr)
         theirs.close()
         super().__init__(ours)
         self.count = 0

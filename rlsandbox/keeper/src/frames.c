@@ -8,6 +8,16 @@
 
 enum { IN_ROOM = 64 << 10, DATA_ROOM = 36 << 10 };
 
+/* For sanitizers: what has not been received may not be looked at. */
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#define CLOSED(p, n) __asan_poison_memory_region(p, n)
+#define OPEN(p, n) __asan_unpoison_memory_region(p, n)
+#else
+#define CLOSED(p, n) ((void)0)
+#define OPEN(p, n) ((void)0)
+#endif
+
 static void put_header(uint8_t *h, uint8_t type, uint8_t flags, uint16_t stream, uint32_t channel, size_t n)
 {
     set_u32(h, (uint32_t)(n + RLS_HEADER - 4));
@@ -45,6 +55,7 @@ void conn_free(struct conn *c)
     }
     c->tail = NULL;
     c->queued = 0;
+    OPEN(c->in, IN_ROOM);
     if (c->in)
         munmap(c->in, IN_ROOM + DATA_ROOM);
     c->in = c->data = NULL;
@@ -75,6 +86,7 @@ int conn_read(struct conn *c)
         return -1;
     if (conn_stalled(c))
         return 0;
+    OPEN(c->in, IN_ROOM);
     ssize_t r = recv(c->fd, c->in + c->in_len, IN_ROOM - c->in_len, 0);
     if (r < 0 && errno == ENOTSOCK)
         r = read(c->fd, c->in + c->in_len, IN_ROOM - c->in_len);
@@ -83,6 +95,7 @@ int conn_read(struct conn *c)
     if (r == 0)
         return broken(c, "end of stream");
     c->in_len += (size_t)r;
+    CLOSED(c->in + c->in_len, IN_ROOM - c->in_len);
     size_t at = 0;
     while (c->in_len - at >= RLS_HEADER) {
         const uint8_t *h = c->in + at;

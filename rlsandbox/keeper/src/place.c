@@ -73,6 +73,15 @@ int place_setup(struct hub *h, struct err *e)
     for (size_t d = 0; d < COUNT_OF(dirs); d++)
         if (mkdir(dirs[d], 0755) < 0)
             return fail(e, errno, "make directory %s for the hub", dirs[d]);
+#if defined(__SANITIZE_ADDRESS__) /* a sanitizer build is not static: it needs its loader again */
+    static const char *const loader[] = {"usr", "lib", "lib64"};
+    for (size_t d = 0; d < COUNT_OF(loader); d++) {
+        char from[16];
+        path_join(from, sizeof from, "/%s", loader[d]);
+        if (mkdir(loader[d], 0755) < 0 || mount(from, loader[d], NULL, MS_BIND | MS_REC, NULL) < 0)
+            return fail(e, errno, "bind %s", from);
+    }
+#endif
     if (mount("/proc", "proc", NULL, MS_BIND | MS_REC, NULL) < 0)
         return fail(e, errno, "bind /proc");
     if (syscall(SYS_pivot_root, ".", "h") < 0)

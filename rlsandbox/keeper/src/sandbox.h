@@ -123,6 +123,9 @@ struct ereq {
 int sandbox_main(int hub_fd, int client_fd);
 void keeper_flush(struct keeper *k);
 
+/* settings.c */
+int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e);
+
 /* mounts.c: in the keeper's own mount namespace */
 int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
 int upper_new(struct keeper *k, struct err *e);

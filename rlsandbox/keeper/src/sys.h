@@ -84,6 +84,13 @@ static inline int k_pidfd_signal(int fd, int sig)
     return (int)syscall(pidfd_send_signal_nr, fd, sig, NULL, 0);
 }
 
+/* a sanitizer build keeps its stderr, to say what it found */
+#if defined(__SANITIZE_ADDRESS__)
+enum { SANITIZED = 1 };
+#else
+enum { SANITIZED = 0 };
+#endif
+
 /* fork with namespace flags, on the caller's own stack */
 static inline pid_t k_clone(unsigned long flags, int *pidfd)
 {

@@ -14,12 +14,6 @@
 #include "skip.h"
 #include "sys.h"
 
-#if defined(__SANITIZE_ADDRESS__)
-enum { CAN_EXEC = 0 }; /* a sanitizer build is not static: there is no loader in the hub's root */
-#else
-enum { CAN_EXEC = 1 };
-#endif
-
 static int self_copy(int self)
 {
     static char room[64 << 10];
@@ -51,20 +45,20 @@ static _Noreturn void become(struct hub *h, int sock, int report)
         fail(&e, errno, "enter the sandboxes' user namespace");
     else if ((h->userns >= 0 && syscall(SYS_setgroups, 0, NULL) < 0) || syscall(SYS_setresgid, 0, 0, 0) < 0 || syscall(SYS_setresuid, 0, 0, 0) < 0)
         fail(&e, errno, "become user 0 of the sandboxes' user namespace");
-    else if (CAN_EXEC) {
-        if (dup2(sock, 3) < 0)
+    else {
+        /* none of them may be where the socket goes */
+        int self = fcntl(h->self, F_DUPFD_CLOEXEC, 10), to = fcntl(report, F_DUPFD_CLOEXEC, 10);
+        if (self < 0 || to < 0 || dup2(sock, 3) < 0)
             fail(&e, errno, "place the zygote's socket");
         else {
+            report = to;
             fcntl(3, F_SETFD, 0);
-            syscall(SYS_execveat, h->self, "", argv, env, AT_EMPTY_PATH);
-            int copy = self_copy(h->self); /* may lie where that user cannot read */
+            syscall(SYS_execveat, self, "", argv, env, AT_EMPTY_PATH);
+            int copy = self_copy(self); /* may lie where that user cannot read */
             if (copy >= 0)
                 syscall(SYS_execveat, copy, "", argv, env, AT_EMPTY_PATH);
             fail(&e, errno, "run the keeper in the sandboxes' user namespace");
         }
-    } else {
-        close(report);
-        _exit(zygote_main(sock));
     }
     (void)!write(report, &e, sizeof e);
     _exit(1);
@@ -120,7 +114,7 @@ int zygote_main(int sock)
         if (s != SIGKILL && s != SIGSTOP)
             signal(s, SIG_DFL);
     /* nothing that was open before belongs here */
-    if (sock > 0)
+    if (!SANITIZED && sock > 0)
         k_close_range(0, (unsigned)sock - 1);
     k_close_range((unsigned)sock + 1, ~0u);
     for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;) /* 0, 1 and 2 are never something else */

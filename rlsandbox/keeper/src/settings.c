@@ -1,0 +1,69 @@
+/* What CREATE asked for, as the hub hands it on. */
+#include <string.h>
+
+#include "sandbox.h"
+
+static int target_copy(char *out, const uint8_t *p, size_t n, struct err *e)
+{
+    if (!n || n >= TARGET_MAX || p[0] != '/' || memchr(p, 0, n))
+        return fail(e, EINVAL, "read a mount point: it must be an absolute path under %d bytes", TARGET_MAX);
+    memcpy(out, p, n);
+    out[n] = 0;
+    return 0;
+}
+
+/* Every ROOT, every lower of an OVERLAY and every BIND has its descriptor, in the order of the fields. */
+int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
+{
+    struct settings *s = &k->set;
+    struct tlv_in it = {p, n};
+    struct tlv t;
+    char word[32];
+    int r;
+    s->overlays = 1;
+    strcpy(s->overlay[0].target, "/");
+    while ((r = tlv_next(&it, &t)) == 1)
+        if (t.tag == TAG_ROOT) {
+            s->overlay[0].n++;
+            s->lowers++;
+        }
+    it = (struct tlv_in){p, n};
+    while (r == 0 && tlv_next(&it, &t) == 1) {
+        const uint8_t *eq = memchr(t.p, '=', t.len);
+        if (t.tag == TAG_OVERLAY) {
+            if (s->overlays == MAX_OVERLAYS || !eq)
+                return fail(e, EINVAL, "read an overlay: over %d, or no `=`", MAX_OVERLAYS);
+            struct overlay *o = &s->overlay[s->overlays++];
+            if (target_copy(o->target, t.p, (size_t)(eq - t.p), e) < 0)
+                return -1;
+            o->first = s->lowers;
+            o->n = 1;
+            for (const uint8_t *c = eq + 1; c < t.p + t.len; c++)
+                o->n += *c == ':';
+            s->lowers += o->n;
+        } else if (t.tag == TAG_BIND) {
+            if (s->binds == MAX_BINDS || !eq)
+                return fail(e, EINVAL, "read a bind: over %d, or no `=`", MAX_BINDS);
+            struct bind *b = &s->bind[s->binds++];
+            if (target_copy(b->target, t.p, (size_t)(eq - t.p), e) < 0)
+                return -1;
+            b->lower = s->lowers++;
+        } else if (t.tag == TAG_FACT && put_bytes(&k->facts, TAG_FACT, t.p, t.len) < 0)
+            return fail(e, ENOMEM, "keep facts");
+    }
+    if (r < 0 || s->lowers > MAX_LOWERS)
+        return fail(e, EINVAL, "read the sandbox's settings: over %d base directories, or broken", MAX_LOWERS);
+    tlv_str(p, n, TAG_MEMBER, s->member, sizeof s->member);
+    tlv_str(p, n, TAG_HOSTNAME, s->hostname, sizeof s->hostname);
+    tlv_str(p, n, TAG_TOKEN, s->token, sizeof s->token);
+    if (tlv_str(p, n, TAG_MODE, s->mode, sizeof s->mode) <= 0)
+        strcpy(s->mode, "overlay");
+    s->host_network = tlv_str(p, n, TAG_NETWORK, word, sizeof word) > 0 && strcmp(word, "host") == 0;
+    s->upper_bytes = tlv_get(p, n, TAG_UPPER_BYTES, 0);
+    s->upper_inodes = tlv_get(p, n, TAG_UPPER_INODES, 0);
+    s->memory_bytes = tlv_get(p, n, TAG_MEMORY_BYTES, 0);
+    s->pids = (uint32_t)tlv_get(p, n, TAG_PIDS, 0);
+    s->nofile = (uint32_t)tlv_get(p, n, TAG_NOFILE, 0);
+    s->one_id = tlv_str(p, n, TAG_KIND, word, sizeof word) > 0 && strcmp(word, "one") == 0;
+    return 0;
+}
