@@ -12,6 +12,7 @@ from gymnasium.utils.env_checker import check_env, data_equivalence
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.errors import HypothesisWarning
 
 import rlsandbox
 from rlsandbox.env import SandboxEnv, SandboxVectorEnv
@@ -24,6 +25,7 @@ assert rlsandbox  # registers Sandbox-v0
 def every_warning_is_an_error() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", HypothesisWarning)  # of where it may keep its examples
         yield
 
 
