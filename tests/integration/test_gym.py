@@ -155,7 +155,8 @@ def test_one_that_dies_or_stalls_leaves_the_others_alone(pool: rls.Pool, sign: s
     ]
     envs = SandboxVectorEnv(4, tasks=tasks, pool=pool, autoreset_mode=AutoresetMode.NEXT_STEP)
     envs.reset(seed=0)
-    envs.step(["true", "sleep 98765 >/dev/null 2>&1 &", "true", "true"])
+    sleeper = "sleep 98765 >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done"
+    envs.step(["true", sleeper, "true", "true"])
     keeper = keeper_above("sleep 98765")
     os.kill(keeper, sign)
     try:
