@@ -6,7 +6,6 @@ import importlib
 import importlib.util
 import json
 import logging
-import logging.handlers
 import os
 import sys
 import traceback
@@ -66,29 +65,55 @@ def group(ctx: click.Context, debug: bool, verbose: bool) -> None:
         ctx.obj.begin(logging.DEBUG if debug else logging.INFO if verbose else logging.WARNING)
 
 
+class _Held(logging.Handler):
+    """Keeps warnings back, each once, so that they do not hide the answer; errors are told at once."""
+
+    def __init__(self, most: int = 20) -> None:
+        super().__init__(logging.WARNING)
+        self.most = most
+        self.lines: dict[str, None] = {}
+        self.more = 0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = self.format(record)
+        if record.levelno >= logging.ERROR:
+            print(line, file=sys.stderr)
+        elif len(self.lines) < self.most:
+            self.lines[line] = None
+        elif line not in self.lines:
+            self.more += 1
+
+    def tell(self) -> None:
+        for line in self.lines:
+            print(line, file=sys.stderr)
+        if self.more:
+            print(f"... and {self.more} more warnings; rlsandbox -v COMMAND shows all", file=sys.stderr)
+
+
 class _Logs:
-    """Log lines on stderr. Warnings are held until the end (or an error): they shall not hide the answer."""
+    """Log lines on stderr: with ``-v`` or ``--debug`` all, as they come; else warnings, at the end."""
 
     def __init__(self) -> None:
-        self._held: logging.handlers.MemoryHandler | None = None
+        self._handler: logging.Handler | None = None
 
     def begin(self, level: int) -> None:
-        stream = logging.StreamHandler()
-        stream.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-        capacity = 1 if level < logging.WARNING else 1000
-        self._held = logging.handlers.MemoryHandler(capacity, flushLevel=logging.ERROR, target=stream)
+        self._handler = _Held() if level >= logging.WARNING else logging.StreamHandler()
+        self._handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
         logger = logging.getLogger("rlsandbox")
-        logger.addHandler(self._held)
+        logger.addHandler(self._handler)
         logger.setLevel(level)
 
     def drop(self) -> None:
-        if self._held is not None:
-            self._held.buffer.clear()
+        """Forget what was held."""
+        if isinstance(self._handler, _Held):
+            self._handler = None
 
     def end(self) -> None:
-        if self._held is not None:
-            logging.getLogger("rlsandbox").removeHandler(self._held)
-            self._held.close()
+        logger = logging.getLogger("rlsandbox")
+        for handler in [h for h in logger.handlers if h is self._handler or isinstance(h, _Held)]:
+            logger.removeHandler(handler)
+        if isinstance(self._handler, _Held):
+            self._handler.tell()
 
 
 def run_main(argv: Sequence[str] | None = None) -> int:

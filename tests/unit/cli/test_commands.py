@@ -120,3 +120,16 @@ def test_keeper_build(cli: Cli, tmp_path: Path) -> None:
     assert first.status == 0, first.err
     assert Path(first.json["path"]).stat().st_size == first.json["bytes"] > 10_000
     assert cli("keeper", "build").out.startswith(first.json["path"])
+
+
+def test_simulate(cli: Cli) -> None:
+    argv = ("simulate", "--images", "20", "--think", "5", "--set", "fault_provision=0.1", "--seed", "3")
+    first, again = cli(*argv, "--json"), cli(*argv, "--json")
+    assert (first.status, first.err) == (0, "")
+    assert first.json["completed"] == first.json["requested"] == 80
+    assert first.json["missing"] == 0
+    assert first.json["digest"] == again.json["digest"]
+    assert cli(*argv[:-1], "4", "--json").json["digest"] != first.json["digest"]
+    table = cli(*argv)
+    assert "80 completed" in table.out
+    assert table.err == ""

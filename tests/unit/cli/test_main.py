@@ -84,6 +84,11 @@ def test_a_command_that_is_not_installed_is_left_out(cli: Cli, monkeypatch: pyte
         (["keeper", "build", "--out", "nowhere/keeper"], "--out: nowhere/keeper"),
         (["reap", "--older-than", "soon"], "--older-than must be a time such as"),
         (["reap", "--backend", "moon"], "reap does not know backend 'moon'"),
+        (["simulate", "--set", "nods=3"], "did you mean 'nodes'"),
+        (["simulate", "--set", "nodes=x"], "must be NAME=NUMBER"),
+        (["simulate", "--images", "0"], "0 is not in the range"),
+        (["simulate", "--size", "9", "--max-size", "3"], "--size 9 is above --max-size 3"),
+        (["simulate", "--think", "0"], "--think must be a number above 0"),
         (["config", "show", "--profile", "x"], "unknown profile 'x'"),
     ],
 )
@@ -164,6 +169,10 @@ def test_warnings_are_told_unless_the_input_was_wrong(cli: Cli, fake: types.Modu
     assert "tried" in cli("fake").err
     fake.body = lambda: body(ConfigError("wrong"))  # type: ignore[attr-defined]
     assert cli("fake").err == "rlsandbox: wrong\n"
+    fake.body = lambda: [logging.getLogger("rlsandbox.x").warning("%d", i // 2) for i in range(60)]  # type: ignore[attr-defined]
+    lines = cli("fake").err.splitlines()
+    assert lines[:20] == [f"WARNING rlsandbox.x: {i}" for i in range(20)]
+    assert lines[20:] == ["... and 20 more warnings; rlsandbox -v COMMAND shows all"]
 
 
 def test_version_and_module(cli: Cli) -> None:
