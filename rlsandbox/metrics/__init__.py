@@ -13,7 +13,7 @@ from .otel import export_otel
 from .prometheus import serve_prometheus
 from .series import Samples, Series, SeriesWindow, Summary
 from .table import counters_table, metrics_table
-from .ttfc import TtfcClock, TtfcSample
+from .ttfc import TtfcSample
 
 __all__ = [
     "BatchClock",
@@ -29,7 +29,6 @@ __all__ = [
     "SeriesWindow",
     "Snapshot",
     "Summary",
-    "TtfcClock",
     "TtfcSample",
     "counters_table",
     "export_otel",
