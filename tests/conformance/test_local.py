@@ -1,4 +1,4 @@
-"""The conformance suite on the local backend."""
+"""The conformance suite on the local backend, in each of its reset modes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from rlsandbox.testing.lone import LoneHost
 
 
 def children(pid: int) -> list[int]:
-    return [
-        int(p)
-        for task in Path(f"/proc/{pid}/task").iterdir()
-        for p in (task / "children").read_text().split()
-    ]
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(p) for task in tasks for p in (task / "children").read_text().split()]
 
 
-class TestLocal(BackendConformance):
+class TestOverlay(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
         return Local()
@@ -32,3 +29,15 @@ class TestLocal(BackendConformance):
         keepers = [p for p in children(hub) if Path(f"/proc/{p}/comm").read_text() == "rls-keeper\n"]
         assert len(keepers) == 1
         os.kill(keepers[0], signal.SIGKILL)
+
+
+class TestUserns(TestOverlay):
+    """The same in the other mode; what does not depend on it is not waited for twice."""
+
+    skip = dict.fromkeys(
+        ("no_hidden_deadline", "much_", "session_much", "files_sparse_read_whole"), "as overlay"
+    )
+
+    @pytest.fixture
+    def backend(self) -> Backend:
+        return Local(mode="userns")
