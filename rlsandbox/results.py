@@ -133,6 +133,8 @@ class Record(_Data):
     @property
     def outcome(self) -> RolloutOutcome:
         """How it ended, in one word: what a trainer may and may not learn from."""
+        if self.status == "lost":
+            return "lost"  # killed: what ran last need not be on record
         if not self.ran:
             return "never_ran"
         if self.status == "completed":

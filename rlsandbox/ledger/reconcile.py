@@ -109,5 +109,5 @@ def _lost(entry: RolloutLog, book: Book, now: float) -> Record:
         ended_at=now,
         node=place.node if place else None,
         image=(place.image if place else None) or entry.image,
-        ran=entry.ran,
+        ran=bool(entry.attempts),  # a hand-over just before the kill may not be on record
     )
