@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -216,7 +217,9 @@ def test_close(portal: Portal) -> None:
 
 def test_forked_child(portal: Portal) -> None:
     assert portal.call(double, 1) == 2
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+        pid = os.fork()
     if pid == 0:
         code = 1
         try:
