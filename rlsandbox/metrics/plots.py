@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
@@ -11,16 +12,30 @@ from .series import Series
 
 
 def axes(ax: Any = None) -> Any:
-    """*ax*, or the axes of a new figure that belongs to no window system."""
+    """*ax*, or the axes of a new figure: one of pyplot's where somebody uses that (so that ``show()`` and
+    notebooks show it), else one that belongs to no window system."""
     if ax is not None:
         return ax
+    figure = figure_class()
+    if "matplotlib.pyplot" in sys.modules:
+        from matplotlib import pyplot
+
+        return pyplot.figure(figsize=(7, 4), layout="constrained").add_subplot()
+    return figure(figsize=(7, 4), layout="constrained").add_subplot()
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure, made displayable where a notebook is."""
     try:
         from matplotlib.figure import Figure
+
+        if "ipykernel" in sys.modules:  # a notebook shows figures once pyplot is there
+            from matplotlib import pyplot as pyplot
     except ImportError as error:
         raise UnsupportedError(
             "plots need matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
         ) from error
-    return Figure(figsize=(7, 4), layout="constrained").add_subplot()
+    return Figure
 
 
 def _legend(ax: Any) -> None:
@@ -36,8 +51,9 @@ def plot_series(series: Series, ax: Any = None) -> Any:
     """The share of samples at or below each value, with the percentiles marked."""
     ax = axes(ax)
     samples = series.samples()
-    ax.set_title(f"{series.name}: {len(samples)} samples" if len(samples) else f"{series.name}: no samples")
-    ax.set_xlabel(f"{series.name} [{series.unit}]")
+    name = series.name.replace("ttfc", "TTFC")
+    ax.set_title(f"{name}: {len(samples)} samples" if len(samples) else f"{name}: no samples")
+    ax.set_xlabel(f"{name} [{series.unit}]")
     ax.set_ylabel("share of samples")
     if not len(samples):
         return ax
@@ -48,9 +64,8 @@ def plot_series(series: Series, ax: Any = None) -> Any:
     for name, color in (("p50", "tab:green"), ("p95", "tab:orange"), ("p99", "tab:red")):
         ax.axvline(getattr(summary, name), color=color, linestyle="--", linewidth=1,
                    label=f"{name} {summary.text(name)}")  # fmt: skip
-    if (
-        values[0] > 0 and values[-1] > 50 * values[n // 2]
-    ):  # a long tail would press all else to the left edge
+    long_tail = values[-1] > 50 * values[n // 2]  # would press all else to the left edge
+    if values[0] > 0 and long_tail:
         ax.set_xscale("log")
     else:
         ax.set_xlim(left=0)
@@ -119,10 +134,7 @@ def save_run(records: Sequence[RolloutRow], path: str | os.PathLike[str] | None 
 
     Rollouts that ended without a started command are the part of the distribution that is missing at 1.
     """
-    left = axes()
-    figure = left.figure
-    figure.set_size_inches(12, 4.5)
-    figure.clear()
+    figure = figure_class()(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     series = Series("TTFC")
     for record in records:

@@ -33,7 +33,7 @@ def test_a_series_draws_every_sample_and_its_percentiles() -> None:
 
 
 def test_an_empty_series_says_so() -> None:
-    assert Series("ttfc").plot().get_title() == "ttfc: no samples"
+    assert Series("ttfc").plot().get_title() == "TTFC: no samples"
     assert plot_batch([]).get_title() == "no rollouts"
 
 
