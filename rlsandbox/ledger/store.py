@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
+from .._loops import outside
 from ..errors import LedgerError
 from . import places
 from .elsewhere import HINT, Row, put_elsewhere, reason, say
@@ -139,7 +140,10 @@ class Store:
                 loop.call_soon_threadsafe(_settle, future, ok)
 
         done = self._wait_for_last(tell)
-        return await future if done is None else done
+        if done is not None:
+            return done
+        with outside():
+            return await future
 
     def flush_blocking(self, timeout: float | None = None) -> bool:
         """:meth:`flush` for callers without an event loop; False also when *timeout* is over."""

@@ -322,6 +322,17 @@ class Core(Book):
         self.retry(member.retry_at, "m" + member.id)
         self._settle()
 
+    def dispose_again(self, member_id: str, now: float) -> None:
+        """Its removal succeeded and is no proof that it is gone for good: it is asked to go once more."""
+        self.clock(now)
+        member = self.members.get(member_id)
+        if member is None or member.state is not State.LEAVING or not member.asked_to_leave:
+            return
+        member.asked_to_leave = False
+        member.retry_at = self.now
+        self.leaving[member.id] = member
+        self._settle()
+
     def found(self, member_id: str, now: float) -> None:
         """The place lists a member that nobody here knows: it counts and has to go."""
         self.clock(now)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ GRACE_S = 5.0
 LONG_WAIT_S = 10.0
 _GRAIN_S = 1e-5
 _SOON_S = 1e-3
+_LAGGING = 5
+_REMEMBERED = 10_000
 _NOTHING_MADE = (ThrottledError, UnsupportedError, ConfigError)
 
 
@@ -47,6 +50,8 @@ class Deadlines:
     reset: float = 60.0
     dispose: float = 30.0
     list_every: float = 60.0
+    late: float = 10.0
+    """How long after a creation was given up it may still come into being."""
 
 
 @dataclass(slots=True)
@@ -96,6 +101,8 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._late: dict[str, asyncio.Task[Any]] = {}
         """Creations that were given up and have not ended."""
+        self._given_up: set[str] = set()
+        self._removed: OrderedDict[str, None] = OrderedDict()
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._refused: dict[int, Refuse] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -272,6 +279,7 @@ class Driver:
         if not made.done() or made.cancelled():
             self._ended_late(name, made)
             cause = Cause("provision_timeout", f"creation did not end within {limit:g} s")
+            self._given_up.add(name)
             self.tell(_failed(self.core, name, cause, gave_up=True))
             return
         error = made.exception()
@@ -398,6 +406,15 @@ class Driver:
                 lambda now: self.core.dispose_failed(name, cause, now, throttled=throttled, retry_after=retry)
             )
             return
+        if name in self._given_up:
+            # It may still come into being: its place is free when it was removed once more after that.
+            self._given_up.discard(name)
+            await asyncio.sleep(self.deadlines.late)
+            self.tell(self.core.dispose_again, name)
+            return
+        self._removed[name] = None
+        if len(self._removed) > _REMEMBERED:
+            self._removed.popitem(last=False)
         self.tell(self.core.disposed, name)
 
     async def _drop_layer(self, layer: str) -> None:
@@ -456,9 +473,11 @@ class Driver:
     async def look_for_strays(self) -> None:
         """Compare what the place lists with what is known; what nobody knows is removed.
 
-        A listing may lag: only what two listings in a row show and nobody knows counts.
+        A listing may lag: only what two listings in a row show and nobody knows counts, and what was removed
+        already only when it is still listed long after.
         """
         before: set[str] = set()
+        again: dict[str, int] = {}
         while True:
             await asyncio.sleep(self.deadlines.list_every)
             try:
@@ -469,6 +488,8 @@ class Driver:
                 continue
             known = {held.member.id for held in self.held.values()} | set(self.core.members) | set(self._late)
             unknown = {member.id for member in listed} - known
+            again = {name: again.get(name, 0) + 1 for name in unknown if name in self._removed}
+            unknown -= {name for name, times in again.items() if times <= _LAGGING}
             for name in sorted(unknown & before):
                 self.tell(self.core.found, name)
             before = unknown

@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from .._loops import outside
 from ..task import Task
 
 T = TypeVar("T")
@@ -223,8 +224,9 @@ async def in_thread(work: Callable[[], T], timeout: float) -> T:
         _tell(loop, lambda: settle(result))
 
     threading.Thread(target=main, name="rlsandbox-hook", daemon=True).start()
-    async with asyncio.timeout(timeout):
-        result = await answer
+    with outside():
+        async with asyncio.timeout(timeout):
+            result = await answer
     return result()
 
 

@@ -30,7 +30,7 @@ from ..task import Task
 from . import settings
 from .ahead import AsyncClaim
 from .core import Core
-from .driver import Driver, Held
+from .driver import Deadlines, Driver, Held
 from .lending import Lease, Lender
 from .link import KeeperLink, Link
 from .model import CoreConfig, Note, PoolClaim, State
@@ -140,6 +140,9 @@ class AsyncPool:
     def max_size(self) -> int:
         return self._numbers.max_size
 
+    deadlines = Deadlines()
+    """Seconds that operations may take; set it before the pool is started."""
+
     def __repr__(self) -> str:
         if self.closed:
             state = "closed"
@@ -206,6 +209,7 @@ class AsyncPool:
         labels = {"rlsandbox.run": self.run, "rlsandbox.owner": secrets.token_hex(8)}
         driver = Driver(
             core, self.backend, self._link, labels=labels, metrics=self.metrics, note=self._noted,
+            deadlines=self.deadlines,
             adopt=capabilities.adopt,
         )  # fmt: skip
         driver.rested = self._lender.lay_out

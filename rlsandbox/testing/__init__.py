@@ -1,6 +1,6 @@
-"""For tests of one's own: the suite that every backend runs, and time that passes when told to.
+"""For tests of what is built on rlsandbox: a virtual clock, a backend that lies, the conformance suite.
 
-Names are loaded when they are used: the suite needs pytest, the rest does not.
+Nothing here is imported before it is used: the suite needs pytest, the rest does not.
 """
 
 from __future__ import annotations
@@ -9,15 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .clock import VirtualClock
+    from .clock import ClockStalledError, VirtualClock
     from .conformance import BackendConformance
+    from .lying import LyingBackend
 
-_WHERE = {"BackendConformance": "conformance", "VirtualClock": "clock"}
+_LAZY = {
+    "BackendConformance": "conformance",
+    "ClockStalledError": "clock",
+    "LyingBackend": "lying",
+    "VirtualClock": "clock",
+}
 
-__all__ = ["BackendConformance", "VirtualClock"]
+__all__ = ["BackendConformance", "ClockStalledError", "LyingBackend", "VirtualClock"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
+    if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_WHERE[name]}", __name__), name)
+    return getattr(import_module(f".{_LAZY[name]}", __name__), name)
