@@ -21,7 +21,7 @@ help:
 	@sed -n 's/^# //p' Makefile | head -4
 
 demo: $(VENV)/.have-demo
-	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 4 \
+	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 2 \
 	    --require-coverage 1 --require-reward 1 --plot demo.png $(ARGS)
 
 test: $(VENV)/.have-dev
