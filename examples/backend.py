@@ -14,6 +14,7 @@ yours would call a cloud's API in ``provision`` and ``dispose`` and open a socke
 import asyncio
 import collections
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import pytest
 
@@ -67,7 +68,7 @@ class Counted(Backend):
 
 
 class TestCounted(BackendConformance):
-    skip: dict[str, str] = {}  # noqa: RUF012 (test name to reason)
+    skip: ClassVar[dict[str, str]] = {}  # name of a test to the reason why not
 
     @pytest.fixture
     def backend(self) -> Backend:

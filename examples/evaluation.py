@@ -7,6 +7,7 @@ second time ``resume`` finds everything done.
 import asyncio
 import json
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import rlsandbox as rls
@@ -38,7 +39,7 @@ def prepare(directory: Path) -> Path:
     return tasks
 
 
-def make_policy(repository: Path) -> object:
+def make_policy(repository: Path) -> Callable[[rls.AsyncSandbox, rls.Task], Awaitable[str]]:
     async def policy(sandbox: rls.AsyncSandbox, task: rls.Task) -> str:
         rollout = sandbox.rollout
         assert rollout is not None
