@@ -201,7 +201,7 @@ class Grading(Fixtures):
             "echo 42 >answer; mkdir sub; echo in >sub/x; ln -s sub/x l; echo p >prog; chmod 755 prog;"
             "rm gone; rm -r old; mkdir old; echo n >old/y;"
             "printf '#!/bin/sh\\necho evil' >/usr/local/bin/cat; chmod 755 /usr/local/bin/cat;"
-            "truncate -s 1T huge",
+            "truncate -s 1099511627776 huge",
             check=True,
         )
         outcome = sandbox.grade()

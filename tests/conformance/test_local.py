@@ -12,6 +12,7 @@ from rlsandbox.backends import Backend, Local
 from rlsandbox.sandbox import Sandbox
 from rlsandbox.testing.conformance import BackendConformance
 from rlsandbox.testing.lone import LoneHost
+from tests.support import make_image
 
 
 def children(pid: int) -> list[int]:
@@ -41,3 +42,16 @@ class TestUserns(TestOverlay):
     @pytest.fixture
     def backend(self) -> Backend:
         return Local(mode="userns")
+
+
+@pytest.mark.skipif(make_image.busybox() is None, reason=make_image.NO_BUSYBOX)
+class TestImage(TestOverlay):
+    """On an image, whose shell and tools are busybox's."""
+
+    skip = TestUserns.skip
+
+    @pytest.fixture
+    def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
+        image = tmp_path_factory.mktemp("image") / "busybox.tar"
+        make_image.docker_archive(image, [make_image.busybox_layer()])
+        return Local(base=str(image))
