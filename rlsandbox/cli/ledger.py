@@ -382,7 +382,9 @@ def _print_rollouts(logs: list[RolloutLog], count: int) -> None:
             f"{record.ended_at - record.started_at:.3f}",
         )
         style = None if record.status == "completed" else "red" if record.status == "failed" else "yellow"
-        table.add_row(escape(log.id), record.status, *numbers, escape(why[:300]), style=style)
+        table.add_row(
+            escape(log.id), record.status, *numbers, escape(" ".join(why.split())[:300]), style=style
+        )
     console().print(table)
     if len(logs) < count:
         click.echo(f"{len(logs)} of {count} rollouts (--limit 0 shows all)")

@@ -77,7 +77,7 @@ def _failures(by: str, ended: dict[str, int], tried: dict[str, int], examples: d
         table.add_column("for example")
     names = sorted({*ended, *tried}, key=lambda name: (-ended.get(name, 0), -tried.get(name, 0), name))
     for name in names[:MOST_ROWS]:
-        cells = [escape(examples.get(name, "")[:MOST_CHARACTERS])] if examples else []
+        cells = [escape(" ".join(examples.get(name, "").split())[:MOST_CHARACTERS])] if examples else []
         table.add_row(escape(name), f"{ended.get(name, 0):,}", f"{tried.get(name, 0):,}", *cells)
     if len(names) > MOST_ROWS:
         rest = names[MOST_ROWS:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from rlsandbox.errors import (
     SandboxStateError,
 )
 from rlsandbox.hooks import hookimpl
-from rlsandbox.ledger import reading, redact
+from rlsandbox.ledger import LedgerWarning, reading, redact
 from rlsandbox.pool import attempts
 from rlsandbox.pool import policy as policy_module
 from rlsandbox.pool.rollouts import Batch, Plan, rollouts, run_rollouts, stop_batches
@@ -28,6 +29,8 @@ from rlsandbox.results import Failure, Outcome, Record
 from rlsandbox.spec import Limits
 from rlsandbox.task import Grader, Task
 from tests.support.fake_pool import FakePool, FakeSandbox
+from tests.support.faulty_sqlite import faulty
+from tests.support.small_disk import fill, small_disk
 
 GRADER = Grader(command="true")
 
@@ -528,8 +531,6 @@ async def test_a_lost_checkpoint_means_a_fresh_start_without_its_state(tmp_path:
 
 
 async def test_a_checkpoint_that_cannot_be_kept(tmp_path: Path) -> None:
-    import threading
-
     kept: list[Any] = []
 
     async def policy(sandbox: Any, task: Task) -> str:
@@ -740,8 +741,6 @@ async def test_plugins(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None
 
 
 async def test_plugins_that_hang_hold_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
-
     from rlsandbox.pool import rollouts as module
 
     monkeypatch.setattr(module, "RECORD_HOOK_S", 0.05)
@@ -872,3 +871,69 @@ async def test_progress_is_shown_on_request(tmp_path: Path, capsys: pytest.Captu
         await run_rollouts(pool, tasks(3), work)
         assert capsys.readouterr().err == ""
     assert sys.stderr is not None
+
+
+async def test_a_slow_disk_is_overtaken_by_nothing(tmp_path: Path) -> None:
+    """No work before the requests are on disk, no record handed out before it is."""
+    may_commit = threading.Semaphore(0)
+    work_seen: list[str] = []
+    all_worked = asyncio.Event()
+    begun: list[str] = []
+
+    def slow(number: int, what: str) -> str | None:
+        if what.startswith("execute COMMIT"):
+            begun.append(what)
+            assert may_commit.acquire(timeout=30)
+        return None
+
+    async def policy(sandbox: Any, task: Task) -> str:
+        work_seen.append(task.id)
+        if len(work_seen) == 3:
+            all_worked.set()
+        return "done"
+
+    async def some_turns() -> None:
+        for _ in range(200):
+            await asyncio.sleep(0)
+
+    with faulty(slow):
+        may_commit.release()  # the opening
+        pool = FakePool(tmp_path)
+        records: list[Record] = []
+
+        async def take() -> None:
+            records.extend([record async for record in rollouts(pool, tasks(3), policy)])
+
+        taking = asyncio.ensure_future(take())
+        await some_turns()
+        assert (pool.claims, work_seen, records) == (0, [], [])
+        may_commit.release()
+        await all_worked.wait()
+        await some_turns()
+        assert records == [], "not on disk yet"
+        may_commit.release(100)
+        await taking
+        assert len(records) == 3
+        await pool.close()
+
+
+async def test_a_disk_that_is_full_stops_no_rollout_and_loses_no_record(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        pool = FakePool(disk)
+        await collect(pool, tasks(2), work)
+        filler = await asyncio.to_thread(fill, disk)
+
+        async def talkative(sandbox: Any, task: Task) -> str:
+            return "x" * 10_000
+
+        with pytest.warns(LedgerWarning, match="the disk is full"):
+            seen = await collect(pool, tasks(40), talkative)
+        assert Counter(r.status for r in seen.values()) == {"completed": 40}
+        assert pool.ledger.trouble == "the disk is full"
+        assert pool.ledger.report().requested == 42
+        await asyncio.to_thread(filler.unlink)
+        await pool.close()
+        book = await asyncio.to_thread(reading.read, [disk / "run.db"])
+        assert len(book.rollouts) == 42
+        assert not book.open()
+        assert {r.id: r for log in book.rollouts.values() if (r := log.record) and r.id in seen} == seen
