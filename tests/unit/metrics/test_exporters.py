@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import socket
 import subprocess
 import sys
-import threading
-import urllib.request
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from rlsandbox.errors import ConfigError, PoolClosedError, UnsupportedError
@@ -30,20 +24,7 @@ from rlsandbox.metrics import (
     serve_prometheus,
     start_exporters,
 )
-
-
-def scrape(url: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-    with urllib.request.urlopen(url, timeout=30) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, frozenset(sample.labels.items())): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
-
-
-def key(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
-    return name, frozenset(labels.items())
+from tests.support.telemetry import Collector, key, scrape
 
 
 def filled(run: str = "r1") -> Metrics:
@@ -159,59 +140,18 @@ def test_nothing_optional_is_imported_before_it_is_asked_for() -> None:
     assert out.stdout.strip() == "[]"
 
 
-class Collector:
-    """An OTLP/HTTP collector that keeps what it is sent."""
-
-    def __init__(self) -> None:
-        self.points: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        self.pushed = threading.Event()
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                outer.take(self.path, body)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *args: Any) -> None: ...
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
-        self.thread = threading.Thread(target=self.server.serve_forever)
-        self.thread.start()
-
-    def take(self, path: str, body: bytes) -> None:
-        from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
-
-        assert path == "/v1/metrics"
-        for resource in ExportMetricsServiceRequest.FromString(body).resource_metrics:
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    data = getattr(metric, metric.WhichOneof("data"))
-                    for point in data.data_points:
-                        labels = tuple(sorted((a.key, a.value.string_value) for a in point.attributes))
-                        value = getattr(point, point.WhichOneof("value"))
-                        self.points.setdefault(metric.name, {})[labels] = value
-        self.pushed.set()
-
-
 @pytest.fixture
 def collector() -> Iterator[Collector]:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
-    made = Collector()
-    yield made
-    made.server.shutdown()
-    made.server.server_close()
-    made.thread.join()
+    with Collector() as made:
+        yield made
 
 
 def test_otel_pushes_the_same_numbers(collector: Collector) -> None:
     metrics = filled()
     with metrics.idle.blocked():
         pass
-    endpoint = f"http://127.0.0.1:{collector.server.server_port}"
+    endpoint = collector.endpoint
     with export_otel(metrics, endpoint=endpoint, period_s=3600) as exporter:
         assert exporter.address == endpoint + "/v1/metrics"
     assert collector.pushed.wait(30)
@@ -230,7 +170,7 @@ def test_exporters_from_settings(collector: Collector) -> None:
     assert start_exporters(Metrics()) == []
     with socket.create_server(("127.0.0.1", 0)) as probe:
         free = probe.getsockname()[1]
-    endpoint = f"http://127.0.0.1:{collector.server.server_port}"
+    endpoint = collector.endpoint
     started = start_exporters(filled(), prometheus_port=free, otlp_endpoint=endpoint)
     assert key("rlsandbox_claims_total", run="r1") in scrape(started[0].address)
     for exporter in started:
