@@ -125,7 +125,8 @@ def _plain(value: Any, where: str, depth: int) -> Any:
         }
     if isinstance(value, (CommandResult, Outcome, FileInfo, Failure)):
         # Exact bytes are left to the policy: what a ledger keeps of a command is its text.
-        parts = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.endswith("_bytes")}
+        left = ("stdout_bytes", "stderr_bytes", "merged")
+        parts = {f.name: getattr(value, f.name) for f in fields(value) if f.name not in left}
         return _plain(parts, where, depth + 1)
     raise TypeError(f"the policy's value is not JSON-able: {where} is of type {_of(value)}")
 

@@ -84,7 +84,7 @@ def test_show_runs_rollouts_and_one(home: Path, capsys: pytest.CaptureFixture[st
     )
     assert rows["second"]["state"] == "over"
     text = call(capsys, "show", "first")
-    for expected in ("first/t[5]/0", "oom (command): too much", "open", "1.25", "0.750"):
+    for expected in ("first/t[5]/0", "oom (command): too much", "open", "0.25", "0.750"):
         assert expected in text
     told = call_json(capsys, "show", "first", "--status", "open")
     assert [row["id"] for row in told["rollouts"]] == ["first/open0/0", "first/open1/0"]
@@ -120,7 +120,7 @@ def test_report(home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
         assert expected in text
     told = call_json(capsys, "report", "--bias")
     assert told["requested"] == 8
-    assert told["reward_bounds"] == [2.5 / 8, 6.25 / 8]
+    assert told["reward_bounds"] == [2.5 / 8, 5.5 / 8]
     assert told["bias"]["missing"] == 3
     assert "verdict" in told["bias"]
     assert "missing:" in call(capsys, "report", "--bias")
