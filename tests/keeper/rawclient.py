@@ -26,6 +26,8 @@ def build(target: str = "keeper") -> Path:
 
     ``RLS_TEST_KEEPER=keeper-asan`` runs all tests of this directory against the sanitizer build.
     """
+    if target.startswith("/"):
+        return Path(target)
     subprocess.run(["make", "-s", "-C", str(SRC), *([] if target == "keeper" else ["asan"])], check=True)
     return SRC / target
 
@@ -210,9 +212,10 @@ class Keeper(Frames):
 class Hub(Frames):
     """A hub process, and the base of the machine that most tests want."""
 
-    def __init__(self, keeper: Path | None = None, user: str | None = None, scratch: Path | None = None, stderr: Any = None) -> None:
+    def __init__(self, keeper: Path | None = None, user: str | None = None, scratch: Path | None = None, stderr: Any = None,
+                 args: list[str] | None = None) -> None:  # fmt: skip
         ours, theirs = socket.socketpair()
-        argv = [str(keeper or build()), "hub", "--fd", str(theirs.fileno()), "--client", str(os.getpid())]
+        argv = [str(keeper or build()), "hub", "--fd", str(theirs.fileno()), "--client", str(os.getpid()), *(args or [])]
         self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], user=user, group=user, extra_groups=[] if user else None, stderr=stderr)
         theirs.close()
         super().__init__(ours)

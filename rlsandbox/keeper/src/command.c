@@ -247,6 +247,12 @@ static bool request(struct chan *c)
         chan_refuse(c, EINVAL, "read a request: a string in it has a zero byte");
         return true;
     }
+    static const uint32_t isolated_only[] = {OP_INSPECT, OP_CHANGES, OP_SEAL, OP_OUTSIDE_READ, OP_OUTSIDE_REMOVE, OP_EXPORT, OP_IMPORT};
+    for (size_t i = 0; k->set.bare && i < COUNT_OF(isolated_only); i++)
+        if (c->op == isolated_only[i]) {
+            chan_refuse(c, EOPNOTSUPP, "look at an episode from outside: without isolation there is no outside");
+            return true;
+        }
     switch (c->op) {
     case OP_SPAWN:
         if (!args)

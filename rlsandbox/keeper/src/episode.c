@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 
 #include "limits.h"
+#include "procs.h"
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
@@ -94,6 +95,31 @@ static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int 
     fd_close(&pidfd);
 }
 
+static bool bare; /* isolation none: an ordinary process that its orphans come back to */
+
+/* All that was started here and did not get away: stopped first, so that nobody forks meanwhile, then killed. */
+static void bare_end(void)
+{
+    struct procs ps = {0};
+    int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    for (int round = 0; dir >= 0 && round < 400; round++) {
+        size_t live = 0;
+        if (procs_read(dir, &ps) < 0 || procs_mark_tree(&ps, getpid()) <= 1)
+            break;
+        for (size_t i = 0; i < ps.n; i++)
+            if (ps.p[i].in && ps.p[i].pid != getpid() && !strchr("ZX", ps.p[i].state)) {
+                procs_signal(dir, ps.p[i].pid, round < 3 ? SIGSTOP : SIGKILL);
+                live++;
+            }
+        if (!live)
+            break;
+        if (round > 10)
+            usleep(1000);
+    }
+    fd_close(&dir);
+    procs_free(&ps);
+}
+
 static void serve(struct init *in)
 {
     static union {
@@ -103,13 +129,19 @@ static void serve(struct init *in)
     int fds[FD_KINDS + 1];
     size_t nfds = COUNT_OF(fds);
     ssize_t n = msg_recv(in->ctl, &u, sizeof u, fds, &nfds);
-    if (n <= 0)
+    if (n <= 0) {
+        if (bare)
+            bare_end();
         _exit(n < 0 ? 4 : 0); /* the keeper is gone: this ends the namespace */
+    }
     if ((size_t)n < EMSG_HEAD || u.m.body > (size_t)n - EMSG_HEAD)
         _exit(5);
     if (u.m.kind == E_KILL_ALL) {
         struct emsg back = {.kind = E_KILLED, .job = u.m.job};
-        kill(-1, SIGKILL); /* at once, all of them: nobody forks away from it */
+        if (bare)
+            bare_end();
+        else
+            kill(-1, SIGKILL); /* at once, all of them: nobody forks away from it */
         reap(in, 0);
         say(in->ctl, &back, EMSG_HEAD, -1);
     } else
@@ -135,7 +167,8 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     int root = -1, proc = -1;
     bool foreign = false;
     in.ctl = ctl;
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    if (!k->set.bare)
+        prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_NAME, "rls-init");
     /* ids are mapped once the keeper says so; a keeper that died meanwhile gives end of file */
     if (recv(ctl, &go, 1, 0) != 1)
@@ -148,7 +181,14 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     in.sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     if (in.sig < 0)
         fail(&e, errno, "open a signalfd");
-    else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || (skipped("netns") && k->generation > 1) || loopback_up(&e) == 0)) {
+    else if (k->set.bare) {
+        foreign = true;
+        if (prctl(PR_SET_CHILD_SUBREAPER, 1) < 0 || (root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0 || (proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0)
+            fail(&e, errno, "prepare to run without isolation");
+        else if (limits_inside(k, &e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
+            m.kind = E_READY;
+        bare = true;
+    } else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || (skipped("netns") && k->generation > 1) || loopback_up(&e) == 0)) {
         if (*k->set.hostname && sethostname(k->set.hostname, strlen(k->set.hostname)) < 0)
             fail(&e, errno, "set the host name");
         else if (setsid() < 0 && errno != EPERM)

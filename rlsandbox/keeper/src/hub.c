@@ -159,7 +159,7 @@ static void on_child(struct src *s, uint32_t events)
     while (read(s->fd, &si, sizeof si) > 0)
         ;
     while ((p = waitpid(-1, &status, WNOHANG)) > 0) {
-        if (p == h->zygote_pid)
+        if (p == h->zygote_pid || p == h->bare_pid)
             h->loop.stop = true;
         for (struct member *m = h->members; m; m = m->next)
             if (m->pid == p) {
@@ -225,8 +225,10 @@ static int base_open(struct hub *h, struct base *b, const uint8_t *p, size_t n, 
     return 0;
 }
 
-static int facts_add(struct hub *h, struct buf *b)
+static int facts_add(struct hub *h, bool bare, struct buf *b)
 {
+    if (bare)
+        return put_str(b, TAG_FACT, "ids=host") < 0 || put_str(b, TAG_FACT, "isolation=none") < 0 ? -1 : 0;
     return put_fmt(b, TAG_FACT, "ids=%s", h->ids) < 0 || (strcmp(h->ids, "one") == 0 && put_str(b, TAG_KIND, "one") < 0) ? -1 : 0;
 }
 
@@ -236,7 +238,10 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     struct base base = {.n = 0};
     struct buf settings = {0};
     int stream[2] = {-1, -1}, sock[2] = {-1, -1};
+    char word[16];
     struct member *m = calloc(1, sizeof *m);
+    if (m)
+        m->bare = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0;
     if (!m)
         fail(&e, ENOMEM, "make room for a sandbox");
     else if (tlv_str(p, n, TAG_MEMBER, m->name, sizeof m->name) <= 0)
@@ -245,12 +250,14 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EINVAL, "make a sandbox: its name begins with a dot or has a slash in it");
     else if (member_find(h, m->name))
         fail(&e, EEXIST, "make sandbox %s", m->name);
-    else if (base_open(h, &base, p, n, &e) == 0) {
+    else if (!m->bare && h->bare_only)
+        fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
+    else if (m->bare || base_open(h, &base, p, n, &e) == 0) {
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
             fail(&e, errno, "make socket pairs for a sandbox");
-        else if (buf_add(&settings, p, n) < 0 || facts_add(h, &settings) < 0)
+        else if (buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0)
             fail(&e, errno, "prepare a sandbox's settings");
-        else if ((m->pid = zygote_fork(h, sock[1], stream[1], &e)) > 0) {
+        else if ((m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
             size_t files = 0;
             int r = cgroups_create(h, m->name, m->pid, p, n, base.fds + base.n, &files, &settings, &e);
             base.n += files;
@@ -285,6 +292,15 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
 
 /* ---- the other requests ---- */
 
+/* Without isolation a killed keeper would leave what it started: it ends by itself when it is alone. */
+static void member_end(struct member *m)
+{
+    if (m->bare)
+        loop_drop(&m->hub->loop, &m->src);
+    else
+        kill(m->pid, SIGKILL);
+}
+
 static void dispose(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
 {
     char name[128];
@@ -299,7 +315,7 @@ static void dispose(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     }
     m->dispose_channel = channel;
     create_failed(m, ECANCELED, "make a sandbox: it was disposed of");
-    kill(m->pid, SIGKILL);
+    member_end(m);
 }
 
 static void list(struct hub *h, uint32_t channel)
@@ -469,11 +485,18 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
     h->self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     if (h->self < 0)
         return fail(e, errno, "open the own program");
-    if (ids_setup(h, e) < 0 || place_setup(h, e) < 0)
+    if (bare_start(h, e) < 0)
+        return -1;
+    if (h->bare_only) {
+        strcpy(h->ids, "host");
+        h->host = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC);
+        if (h->host < 0)
+            return fail(e, errno, "open the machine's root");
+    } else if (ids_setup(h, e) < 0 || place_setup(h, e) < 0)
         return -1;
     cgroups_setup(h);
     prctl(PR_SET_DUMPABLE, 0);
-    if (zygote_start(h, e) < 0)
+    if (!h->bare_only && zygote_start(h, e) < 0)
         return -1;
     sigemptyset(&set);
     sigaddset(&set, SIGCHLD);
@@ -487,10 +510,11 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
     return 0;
 }
 
-int hub_main(int fd, pid_t client)
+int hub_main(int fd, pid_t client, bool bare)
 {
     static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y"};
     struct err e = {0};
+    h.bare_only = bare;
     prctl(PR_SET_NAME, "rls-hub");
     signal(SIGPIPE, SIG_IGN);
     fcntl(fd, F_SETFD, FD_CLOEXEC);
@@ -513,8 +537,10 @@ int hub_main(int fd, pid_t client)
         loop_want(&h.loop, &h.client, (conn_stalled(&h.conn) ? 0 : EPOLLIN) | (r ? EPOLLOUT : 0));
     }
     for (struct member *m = h.members; m; m = m->next)
-        kill(m->pid, SIGKILL);
-    kill(h.zygote_pid, SIGKILL);
+        member_end(m);
+    if (h.zygote_pid > 0)
+        kill(h.zygote_pid, SIGKILL);
+    kill(h.bare_pid, SIGKILL);
     while (wait(NULL) > 0 || errno == EINTR)
         ;
     cgroups_end(&h);

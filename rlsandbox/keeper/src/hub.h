@@ -13,7 +13,7 @@ struct member {
     uint32_t create_channel, dispose_channel; /* waiting for an answer; 0: none */
     int stream;                               /* the client's end until CREATE is answered */
     struct src src;                           /* socket pair with the keeper */
-    bool ready, dying;
+    bool ready, bare;
 };
 
 enum cg_kind { CG_MEMORY, CG_PIDS, CG_CPU, CG_KINDS };
@@ -43,8 +43,9 @@ struct hub {
     int host;    /* the machine's root */
     int self;    /* this program */
     int userns;  /* root: the user namespace of every sandbox; else -1 */
-    int zygote;
-    pid_t zygote_pid;
+    int zygote, bare; /* those who fork keepers: inside the namespaces; outside, for isolation none */
+    pid_t zygote_pid, bare_pid;
+    bool bare_only;
     char ids[16]; /* idmapped, range, one */
 };
 
@@ -56,11 +57,12 @@ int place_open(struct hub *h, const char *path, struct err *e); /* a detached cl
 int place_dev(struct hub *h, struct err *e);
 /* zygote.c */
 int zygote_start(struct hub *h, struct err *e);
-pid_t zygote_fork(struct hub *h, int keeper_sock, int stream, struct err *e);
+int bare_start(struct hub *h, struct err *e); /* before anything else is set up */
+pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e);
 int zygote_main(int sock);
 /* probe.c */
 void probe(struct hub *h, struct buf *b);
 /* hub.c */
-int hub_main(int fd, pid_t client);
+int hub_main(int fd, pid_t client, bool bare);
 
 #endif

@@ -157,12 +157,12 @@ static int user_groups(struct inside *in, gid_t *g, size_t room)
 static int user_become(struct inside *in, struct err *e)
 {
     gid_t groups[64];
-    if (!in->has_user || (in->uid == 0 && in->gid == 0))
+    if (!in->has_user || (in->uid == geteuid() && in->gid == getegid()))
         return 0;
     int n = user_groups(in, groups, COUNT_OF(groups));
     for (int fd = 0; fd <= 9; fd++) { /* its own pipes: /dev/stdout can be opened again */
         struct stat st;
-        if (fstat(fd, &st) == 0 && S_ISFIFO(st.st_mode) && st.st_uid == 0)
+        if (fstat(fd, &st) == 0 && S_ISFIFO(st.st_mode) && st.st_uid == geteuid())
             (void)!fchown(fd, in->uid, in->gid);
     }
     if (syscall(SYS_setgroups, n, groups) < 0)

@@ -21,7 +21,7 @@ const char *__asan_default_options(void)
 
 static int usage(void)
 {
-    fputs("usage: keeper hub --fd N [--client PID]   (started by rlsandbox)\n"
+    fputs("usage: keeper hub --fd N [--client PID] [--isolation none]   (started by rlsandbox)\n"
           "       keeper version\n", stderr);
     return 2;
 }
@@ -37,8 +37,15 @@ int main(int argc, char **argv)
     if (argc >= 4 && strcmp(argv[1], "hub") == 0) {
         int fd = -1;
         pid_t client = getppid();
+        bool bare = false;
         for (int i = 2; i + 1 < argc; i += 2) {
             char *end;
+            if (strcmp(argv[i], "--isolation") == 0) {
+                if (strcmp(argv[i + 1], "none"))
+                    return usage();
+                bare = true;
+                continue;
+            }
             long v = strtol(argv[i + 1], &end, 10);
             if (*end || v < 0 || v > 0x7fffffff)
                 return usage();
@@ -49,7 +56,7 @@ int main(int argc, char **argv)
             else
                 return usage();
         }
-        return fd < 0 ? usage() : hub_main(fd, client);
+        return fd < 0 ? usage() : hub_main(fd, client, bare);
     }
     return usage();
 }

@@ -91,14 +91,14 @@ int episode_start(struct keeper *k, struct err *e)
     int sv[2];
     k->generation++;
     k->episode++;
-    if (upper_new(k, e) < 0)
+    if (!k->set.bare && upper_new(k, e) < 0)
         return -1;
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
         return fail(e, errno, "make a socket pair for the episode's init");
     unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
     if (!k->set.host_network)
         flags |= CLONE_NEWNET;
-    pid_t pid = skip_clone(k, flags);
+    pid_t pid = k->set.bare ? k_clone(SIGCHLD, NULL) : skip_clone(k, flags);
     if (pid == 0) {
         close(sv[0]);
         episode_main(k, sv[1]);
@@ -110,7 +110,7 @@ int episode_start(struct keeper *k, struct err *e)
         return fail(e, no, "clone the episode's init with new namespaces");
     }
     k->init_pid = pid;
-    if (map_ids(k, pid, e) < 0 || send(sv[0], "g", 1, MSG_NOSIGNAL) != 1 || await_ready(k, sv[0], e) < 0) {
+    if ((!k->set.bare && map_ids(k, pid, e) < 0) || send(sv[0], "g", 1, MSG_NOSIGNAL) != 1 || await_ready(k, sv[0], e) < 0) {
         fail(e, errno, "talk to the episode's init");
         close(sv[0]);
         episode_kill(k);
@@ -135,6 +135,10 @@ void episode_kill(struct keeper *k)
     k->ereq_tail = NULL;
     if (k->init_pid > 0) {
         int status;
+        siginfo_t si = {0};
+        /* without isolation its own end must end the others, and that takes a moment */
+        for (int i = 0; k->set.bare && i < 3000 && waitid(P_PID, (id_t)k->init_pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid; i++)
+            usleep(1000);
         kill(k->init_pid, SIGKILL);
         while (waitpid(k->init_pid, &status, 0) < 0 && errno == EINTR)
             ;
@@ -150,6 +154,8 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     unsigned old = k->generation;
     uint64_t t0 = now_ns(), t1;
     char layer[LAYER_NAME] = "";
+    if (k->set.bare)
+        fail(&e, EOPNOTSUPP, "reset the sandbox: without isolation nothing can be put back");
     if (tlv_str(p, n, TAG_LAYER, layer, sizeof layer) == -2)
         fail(&e, EINVAL, "read a layer's name: it is too long");
     if (e.no || stack_set(k, layer, &e) < 0) {

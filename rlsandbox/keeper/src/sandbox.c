@@ -136,7 +136,6 @@ int sandbox_main(int hub_fd, int client_fd)
     if (skipped("keyring"))
         syscall(SYS_keyctl, 1 /* JOIN_SESSION_KEYRING: all episodes will have this one */, NULL);
 #endif
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_DUMPABLE, 0);
     prctl(PR_SET_NAME, "rls-keeper");
     signal(SIGPIPE, SIG_IGN);
@@ -148,13 +147,17 @@ int sandbox_main(int hub_fd, int client_fd)
         rl.rlim_cur = rl.rlim_max;
         setrlimit(RLIMIT_NOFILE, &rl);
     }
-    if (unshare(CLONE_NEWNS) < 0)
+    configure(&k, room, (size_t)n, &e);
+    /* the base's directories, /dev, then cgroup files; without isolation only those */
+    size_t base = k.set.bare ? 0 : k.set.lowers + 1;
+    if (!k.set.bare)
+        prctl(PR_SET_PDEATHSIG, SIGKILL); /* else there would be nobody to end what it started */
+    if (!e.no && nfds < base)
+        fail(&e, EINVAL, "count the descriptors of the base: %zu for %zu", nfds, base);
+    if (!e.no && !k.set.bare && unshare(CLONE_NEWNS) < 0)
         fail(&e, errno, "make the keeper's mount namespace");
-    else if (configure(&k, room, (size_t)n, &e) == 0 && nfds < k.set.lowers + 1)
-        fail(&e, EINVAL, "count the descriptors of the base: %zu for %u", nfds, k.set.lowers + 1);
-    size_t base = k.set.lowers + 1; /* the last of them is /dev; cgroup files follow */
-    if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && facts_begin(&k, &e) == 0 &&
-        base_attach(&k, fds, fds[base - 1], &e) == 0) {
+    if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && 
+        (k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[base - 1], &e) == 0))) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
         if (loop_init(&k.loop) < 0 || conn_init(&k.conn, client_fd, on_frame, &k) < 0)

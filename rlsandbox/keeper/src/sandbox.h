@@ -34,7 +34,8 @@ struct settings {
     char member[128], hostname[65], mode[16], token[128], upper[16];
     uint64_t upper_bytes, upper_inodes, memory_bytes;
     uint32_t pids, nofile;
-    bool host_network, one_id, no_userns;
+    bool host_network, one_id;
+    bool bare; /* isolation none: plain processes of the machine, nothing can be put back */
     struct overlay overlay[MAX_OVERLAYS];
     unsigned overlays;
     struct bind bind[MAX_BINDS];

@@ -20,16 +20,19 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     struct tlv t;
     char word[32];
     int r;
+    bool bare = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0; /* no base then */
     s->overlays = 1;
     strcpy(s->overlay[0].target, "/");
     while ((r = tlv_next(&it, &t)) == 1)
-        if (t.tag == TAG_ROOT) {
+        if (t.tag == TAG_ROOT && !bare) {
             s->overlay[0].n++;
             s->lowers++;
         }
     it = (struct tlv_in){p, n};
     while (r == 0 && tlv_next(&it, &t) == 1) {
         const uint8_t *eq = memchr(t.p, '=', t.len);
+        if (bare && (t.tag == TAG_OVERLAY || t.tag == TAG_BIND))
+            continue;
         if (t.tag == TAG_OVERLAY) {
             if (s->overlays == MAX_OVERLAYS || !eq)
                 return fail(e, EINVAL, "read an overlay: over %d, or no `=`", MAX_OVERLAYS);
@@ -64,6 +67,11 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     s->memory_bytes = tlv_get(p, n, TAG_MEMORY_BYTES, 0);
     s->pids = (uint32_t)tlv_get(p, n, TAG_PIDS, 0);
     s->nofile = (uint32_t)tlv_get(p, n, TAG_NOFILE, 0);
+    s->bare = bare;
+    if (bare) {
+        strcpy(s->mode, "replace");
+        s->host_network = true;
+    }
     s->one_id = tlv_str(p, n, TAG_KIND, word, sizeof word) > 0 && strcmp(word, "one") == 0;
     return 0;
 }

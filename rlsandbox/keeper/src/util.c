@@ -310,9 +310,8 @@ ssize_t msg_recv(int sock, void *p, size_t n, int *fds, size_t *nfds)
     while (r < 0 && errno == EINTR);
     if (r < 0)
         return -1;
-    for (struct cmsghdr *h = CMSG_FIRSTHDR(&m); h; h = CMSG_NXTHDR(&m, h)) {
-        if (h->cmsg_level != SOL_SOCKET || h->cmsg_type != SCM_RIGHTS)
-            continue;
+    struct cmsghdr *h = CMSG_FIRSTHDR(&m); /* a unix socket without credentials sends one header at most */
+    if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS) {
         size_t k = (h->cmsg_len - CMSG_LEN(0)) / sizeof(int);
         for (size_t i = 0; i < k; i++) {
             int fd;

@@ -90,12 +90,26 @@ int zygote_start(struct hub *h, struct err *e)
     return 0;
 }
 
-pid_t zygote_fork(struct hub *h, int keeper_sock, int stream, struct err *e)
+int bare_start(struct hub *h, struct err *e)
+{
+    int sv[2];
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
+        return fail(e, errno, "make a socket pair");
+    h->bare_pid = fork();
+    if (h->bare_pid == 0)
+        _exit(zygote_main(sv[1]));
+    int no = errno;
+    close(sv[1]);
+    h->bare = sv[0];
+    return h->bare_pid < 0 ? fail(e, no, "fork") : 0;
+}
+
+pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e)
 {
     int fds[2] = {keeper_sock, stream};
     int32_t answer[2];
     size_t none = 0;
-    if (msg_send(h->zygote, "f", 1, fds, 2) < 0 || msg_recv(h->zygote, answer, sizeof answer, NULL, &none) != sizeof answer)
+    if (msg_send(zygote, "f", 1, fds, 2) < 0 || msg_recv(zygote, answer, sizeof answer, NULL, &none) != sizeof answer)
         return fail(e, errno, "ask the zygote for a keeper");
     if (answer[0] <= 0)
         return fail(e, answer[1], "fork a keeper");
