@@ -80,7 +80,11 @@ exec(_CODEC, _codec)
 
 def _guard() -> None:
     with contextlib.suppress(OSError):
-        os.unlink(__file__)
+        try:
+            os.unlink(__file__)
+        except PermissionError:  # a directory of ours that the work has made read-only
+            os.chmod(os.path.dirname(os.path.abspath(__file__)), 0o700)
+            os.unlink(__file__)
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 

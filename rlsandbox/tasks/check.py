@@ -7,7 +7,8 @@ from pathlib import Path
 
 from ..task import Grader
 
-SCRIPT = ".grade/check.py"
+SCRIPT = ".check.py"
+"""In the workdir itself: whoever may work there may also remove it, root or not."""
 
 
 def checks_grader(checks: str, *, timeout: float = 20) -> Grader:

@@ -49,7 +49,7 @@ def test_the_agent_sees_no_checks_and_no_solution(pool: rls.Pool) -> None:
 CHEATS = {
     "exits": "import os\ndef f(): os._exit(0)",
     "equals everything": "class A:\n    __eq__ = lambda *a: True\ndef f(): return A()",
-    "reads the checks": "def f(): return 42 if '42' in open('.grade/check.py').read() else 0",
+    "reads the checks": "def f(): return 42 if '42' in open('.check.py').read() else 0",
     "reads the checker's memory": (
         "import os\n"
         "def f():\n"
@@ -67,14 +67,26 @@ CHEATS = {
 }
 
 
+@pytest.mark.parametrize("user", [None, "1000"])
 @pytest.mark.parametrize("name", CHEATS)
-def test_cheats_gain_nothing(pool: rls.Pool, name: str) -> None:
+def test_cheats_gain_nothing(pool: rls.Pool, name: str, user: str | None) -> None:
     task = rls.Task(
-        id=f"cheat {name}", workdir="/workspace", grader=checks_grader("assert module('m.py').f() == 42")
+        id=f"cheat {name}",
+        workdir="/workspace",
+        spec=rls.Spec(user=user),
+        grader=checks_grader("assert module('m.py').f() == 42"),
     )
+    try:
+        with pool.claim(rls.Task(id="look"), timeout=60) as sandbox:
+            sandbox.run("true", user=user)
+    except rls.errors.UnsupportedError as error:
+        pytest.skip(str(error))
     for text, reward in ((CHEATS[name], 0.0), ("def f(): return 42", 1.0)):
         with pool.claim(task, timeout=60) as sandbox:
             sandbox.write_file("/workspace/m.py", text)
+            sandbox.run(
+                "chmod 1555 /workspace"
+            )  # where it is the agent's own, it may try to keep the checks there
             assert sandbox.grade().reward == reward
 
 

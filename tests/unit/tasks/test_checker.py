@@ -64,7 +64,7 @@ CHEATS = {
     "equals everything": "class A:\n    __eq__ = lambda *a: True\ndef f(): return A()",
     "patches the checker's modules": "import json\njson.loads = lambda *a: ['ok', 42]\ndef f(): return 1",
     "writes an answer of its own": "import os\nos.write(1, b'[\"ok\", 42]\\n')\ndef f(): return 41",
-    "reads the checks": "def f():\n    return 42 if '42' in open('.grade/check.py').read() else 0",
+    "reads the checks": "def f():\n    return 42 if '42' in open('.check.py').read() else 0",
     "reads the checker's memory": (
         "import os\ndef f():\n    with open(f'/proc/{os.getppid()}/mem', 'rb') as m: return 42"
     ),
@@ -80,7 +80,7 @@ def test_cheats_gain_nothing(name: str, grade: Grade) -> None:
         pytest.skip("root with CAP_SYS_PTRACE, which no episode has, reads any memory")
     files = {"m.py": CHEATS[name]}
     if name.startswith("leaves"):
-        files |= {"json.py": "raise SystemExit(0)", ".grade/json.py": "raise SystemExit(0)"}
+        files |= {"json.py": "raise SystemExit(0)", ".check/json.py": ""}
     task = checked("assert module('m.py').f() == 42")
     assert grade(task, Solution(files={"m.py": "def f(): return 42"})).returncode == 0
     assert grade(task, Solution(files=files)).returncode != 0

@@ -81,7 +81,7 @@ def test_toml_file_and_directory(tmp_path: Path) -> None:
     tasks = load_tasks(tmp_path)
     assert [task.id for task in tasks] == ["a", "b"]
     assert tasks[0].grader is not None
-    assert "assert True" in str(tasks[0].grader.files[".grade/check.py"])
+    assert "assert True" in str(tasks[0].grader.files[".check.py"])
     assert load_tasks(tmp_path / "b.toml")[0].id == "b"
     for task in (*tasks, *load_tasks(tmp_path / "b.toml")):
         assert solution_of(task) == Solution(command=f"echo {task.id}")
