@@ -252,7 +252,11 @@ class Core(Book):
             return
         self.counters.recycled += member.used
         member.prepared_at = self.now
-        self.rest(member, member.target)
+        if member.target is not None and member.target not in self.layers:
+            member.used = False
+            self.reset(member, None)  # the snapshot was deleted while the member was on its way to it
+        else:
+            self.rest(member, member.target)
         self._settle()
 
     def residue(self, member_id: str, what: str, now: float) -> None:

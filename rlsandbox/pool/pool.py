@@ -278,6 +278,9 @@ class AsyncPool:
         """Ask for a sandbox that is needed later; TTFC runs from ``result()`` on."""
         return AsyncClaim(self, task)
 
+    async def _claim_within(self, task: Task | AsyncSnapshot, timeout: float | None) -> AsyncSandbox:
+        return await self._claim(task, timeout=timeout)
+
     async def _claim(
         self,
         task: Task | AsyncSnapshot,

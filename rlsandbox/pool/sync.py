@@ -113,8 +113,7 @@ class Pool:
 
     def claim(self, task: Task | Snapshot, *, timeout: float | None = None) -> Sandbox:
         """See :meth:`AsyncPool.claim`. The sandbox is its own context manager."""
-        sandbox = self._portal.call(self._pool._claim, _async(task), timeout=timeout)
-        return self._facade(sandbox)
+        return self._side.sandbox(self._portal.call(self._pool._claim_within, _async(task), timeout))
 
     def claim_ahead(self, task: Task | Snapshot) -> Claim:
         """See :meth:`AsyncPool.claim_ahead`."""

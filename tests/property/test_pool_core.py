@@ -464,6 +464,7 @@ class World(RuleBasedStateMachine):
             self.core.drop_layer(name, self.now)
             self.carry_out()
         self.settle(lambda: not self.ops)
+        assert not [name for name in self.core.layers.names() if name.startswith("snap")]
         self.core.close(self.now)
         self.carry_out()
         self.held.clear()
