@@ -29,6 +29,7 @@ logger = logging.getLogger("rlsandbox")
 
 MAKE_PARENTS, EXCLUSIVE, MAKE_DIR, MAKE_LINK = 2, 4, 8, 16
 READ_LINK, READ_SPARSE = 1, 2
+PIECE = 4 * CHUNK
 AT_ONCE = 16  # small files in flight: a round trip each would dominate otherwise
 _T = TypeVar("_T")
 Path_ = str | PathLike[str]
@@ -63,8 +64,31 @@ def _who(sandbox: AsyncSandbox, user: str | None) -> str | None:
 
 async def read(sandbox: AsyncSandbox, path: Path_, user: str | None) -> bytes:
     full = sandbox.path(path)
+    client, who = sandbox.client, _who(sandbox, user)
     with _at(sandbox, full):
-        return await sandbox.client.read(full, user=_who(sandbox, user))
+        first, reply = await client.collect(Op.READ, path=full, user=who, length=PIECE)
+        if len(first) < PIECE:
+            return bytes(first)
+        parts, at, size = [bytes(first)], PIECE, reply.int(Tag.SIZE)
+        while at < size:  # holes are not fetched
+            start, piece, size = await read_data(client, full, at, size, who)
+            parts += [bytes(start - at), piece]
+            at = start + len(piece)
+        return b"".join(parts)
+
+
+async def read_data(
+    client: KeeperClient, path: str, at: int, size: int, user: str | None = None
+) -> tuple[int, bytes, int]:
+    """The next piece of data at or after *at*: where it begins, it, the file's size.
+
+    Without any up to the end it is empty and begins there.
+    """
+    piece, reply = await client.collect(
+        Op.READ, path=path, user=user, offset=at, length=PIECE, flags=READ_SPARSE
+    )
+    size = reply.int(Tag.SIZE, size)
+    return (max(reply.int(Tag.OFFSET, at), at) if piece else max(size, at)), bytes(piece), size
 
 
 async def write(
@@ -298,15 +322,11 @@ async def _get(
         try:
             at, size = 0, info.size
             while at < size:
-                piece, reply = await client.collect(
-                    Op.READ, path=source, user=user, offset=at, length=4 * CHUNK, flags=READ_SPARSE
-                )
-                start, size = reply.int(Tag.OFFSET, at), reply.int(Tag.SIZE, size)
+                start, piece, size = await read_data(client, source, at, size, user)
                 if piece:
-                    await asyncio.to_thread(os.pwrite, fd, bytes(piece), start)
-                stop = start + len(piece) if piece else size
-                meter.add(stop - at)
-                at = stop
+                    await asyncio.to_thread(os.pwrite, fd, piece, start)
+                meter.add(start + len(piece) - at)
+                at = start + len(piece)
             await asyncio.to_thread(os.ftruncate, fd, size)
             os.fchmod(fd, info.mode & 0o777)
         finally:

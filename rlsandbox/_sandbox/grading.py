@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CommandStartError, ConfigError, SandboxError, file_error
 from ..keeper.client import KeeperFailure
-from ..keeper.wire import Op, Tag
 from ..results import CommandResult, FileInfo, Outcome
 from ..task import Grader, Task
 from . import files
-from .local import CHUNK
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
@@ -205,13 +203,10 @@ async def _copy(old: AsyncSandbox, new: AsyncSandbox, info: FileInfo, user: str 
     await target.write(info.name, b"", mode=info.mode | 0o200, user=user, flags=flags)
     at, size = 0, info.size
     while at < size:
-        piece, reply = await old.client.collect(
-            Op.READ, path=info.name, offset=at, length=4 * CHUNK, flags=files.READ_SPARSE
-        )
-        start, size = reply.int(Tag.OFFSET, at), reply.int(Tag.SIZE, size)
+        start, piece, size = await files.read_data(old.client, info.name, at, size)
         if piece:
-            await target.write(info.name, bytes(piece), offset=start)
-        at = start + len(piece) if piece else size
+            await target.write(info.name, piece, offset=start)
+        at = start + len(piece)
     await target.write(info.name, b"", mode=info.mode, offset=size, size=size)
 
 

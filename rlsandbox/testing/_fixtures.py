@@ -51,14 +51,7 @@ class Fixtures:
 
     @pytest.fixture
     def host(self, backend: Backend, portal: Portal) -> Iterator[LoneHost]:
-        host = LoneHost(backend)
-        yield host
-
-        async def close() -> None:
-            await host.close()
-            await backend.close()
-
-        portal.call(close)
+        yield from lone_host(backend, portal)
 
     @pytest.fixture
     def make(self, host: LoneHost, portal: Portal) -> Iterator[Callable[..., Sandbox]]:
@@ -78,6 +71,34 @@ class Fixtures:
     @pytest.fixture
     def sandbox(self, make: Callable[..., Sandbox]) -> Sandbox:
         return make()
+
+
+def lone_host(backend: Backend, portal: Portal) -> Iterator[LoneHost]:
+    """A host over *backend*, closed with it at the end."""
+    host = LoneHost(backend)
+    yield host
+
+    async def close() -> None:
+        await host.close()
+        await backend.close()
+
+    portal.call(close)
+
+
+class OnePerClass(Fixtures):
+    """For a backend that is slow to begin: one for all tests of a class. Its ``backend`` has class scope."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def portal(cls) -> Iterator[Portal]:
+        portal = Portal("conformance")
+        yield portal
+        portal.close()
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def host(cls, backend: Backend, portal: Portal) -> Iterator[LoneHost]:
+        yield from lone_host(backend, portal)
 
 
 def gone(sandbox: Sandbox, pids: str) -> bool:

@@ -32,6 +32,7 @@ class Lifecycle(Fixtures):
         assert isinstance(sandbox.limits.means, dict)
 
     def test_first_command_is_told(self, host: LoneHost, sandbox: Sandbox) -> None:
+        host.waited.clear()
         sandbox.run("true")
         sandbox.run("true")
         assert len(host.waited) == 1

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from ._commands import Commands
 from ._files import Files
+from ._fixtures import OnePerClass
 from ._grading import Grading
 from ._lifecycle import Lifecycle
 from ._sessions import Sessions
+
+__all__ = ["BackendConformance", "OnePerClass"]
 
 
 class BackendConformance(Lifecycle, Commands, Sessions, Files, Grading):

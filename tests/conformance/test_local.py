@@ -10,7 +10,7 @@ import pytest
 
 from rlsandbox.backends import Backend, Local
 from rlsandbox.sandbox import Sandbox
-from rlsandbox.testing.conformance import BackendConformance
+from rlsandbox.testing.conformance import BackendConformance, OnePerClass
 from rlsandbox.testing.lone import LoneHost
 from tests.support import make_image
 
@@ -20,9 +20,10 @@ def children(pid: int) -> list[int]:
     return [int(p) for task in tasks for p in (task / "children").read_text().split()]
 
 
-class TestOverlay(BackendConformance):
-    @pytest.fixture
-    def backend(self) -> Backend:
+class TestOverlay(OnePerClass, BackendConformance):
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls) -> Backend:
         return Local()
 
     def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
@@ -39,8 +40,9 @@ class TestUserns(TestOverlay):
         ("no_hidden_deadline", "much_", "session_much", "files_sparse_read_whole"), "as overlay"
     )
 
-    @pytest.fixture
-    def backend(self) -> Backend:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls) -> Backend:
         return Local(mode="userns")
 
 
@@ -50,8 +52,9 @@ class TestImage(TestOverlay):
 
     skip = TestUserns.skip
 
-    @pytest.fixture
-    def backend(self, tmp_path_factory: pytest.TempPathFactory) -> Backend:
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls, tmp_path_factory: pytest.TempPathFactory) -> Backend:
         image = tmp_path_factory.mktemp("image") / "busybox.tar"
         make_image.docker_archive(image, [make_image.busybox_layer()])
         return Local(base=str(image))
