@@ -4,7 +4,7 @@ It answers after every other plugin. Its rules, in order:
 
 1. An infrastructure error anywhere in the exception's history makes the rollout innocent, even where the
    policy wrapped it in an error of its own or it came in a group: what broke is not the policy's doing.
-2. One of rlsandbox's own errors speaks for itself.
+2. One of rlsandbox's own errors speaks for itself, and for whatever it was made of inside.
 3. The machine running out of something the trainer needs too (memory of the process, file descriptors,
    disk) is infrastructure when we were at work, and the policy's own doing while the policy was.
 4. Anything else a policy or a grader raises is its own fault and would happen again.
@@ -65,6 +65,8 @@ def _history(error: BaseException) -> Iterator[BaseException]:
             continue
         seen.add(id(one))
         yield one
+        if isinstance(one, SandboxError):
+            continue
         if isinstance(one, BaseExceptionGroup):
             todo.extend(one.exceptions)
         # "from None" hides an exception from readers; it happened all the same.

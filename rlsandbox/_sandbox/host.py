@@ -126,6 +126,12 @@ class Budget:
         used: float = self._clock() - self._start
         return max(0.0, self.limits.wall - used)
 
+    @property
+    def used_up(self) -> str | None:
+        """The limit that the attempt has run into: a command was refused, or its time is over."""
+        left = self.left_s
+        return self.reached or ("wall" if left is not None and left <= 0 else None)
+
     def spend(self) -> float | None:
         """Spend a step; the seconds that are left.
 

@@ -221,7 +221,7 @@ class Chain:
             over.over = True
         if isinstance(ended.error, KeyboardInterrupt) and self.sync is None and real_interrupt():
             raise Stopped(ended.error)
-        result = Result(truncated=ended.cut or getattr(budget, "reached", None))
+        result = Result(truncated=ended.cut or budget.used_up if budget is not None else None)
         limit = _limit_reached(ended.error)
         if ended.cut == "timeout":
             result = Result(self._timed_out("policy"))

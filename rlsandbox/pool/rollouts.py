@@ -14,6 +14,7 @@ Promises:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import weakref
@@ -22,7 +23,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PoolClosedError
 from ..ledger import Entry, Ledger, RolloutLog
 from ..metrics.batch import BatchClock
 from ..results import Record
@@ -139,7 +140,7 @@ class Batch:
         self.check()
 
     def check(self) -> None:
-        """Raise what ended the batch before its time: Ctrl-C, or an error of our own."""
+        """Raise what ended the batch before its time: Ctrl-C, the pool's closing, or an error of our own."""
         if self.interrupt is not None:
             raise self.interrupt
         task = self._supervisor
@@ -148,9 +149,13 @@ class Batch:
             if broken is not None:
                 raise broken
 
+    @property
+    def running(self) -> bool:
+        return self._supervisor is not None and not self._supervisor.done()
+
     async def stop(self) -> None:
         """End what runs; what has no record yet is recorded as cancelled. Twice is fine."""
-        if self._supervisor is not None and not self._supervisor.done():
+        if self._supervisor is not None and self.running:
             self._supervisor.cancel()
             # Not through await: a second cancellation of the caller must not abandon the clean-up.
             await asyncio.wait({self._supervisor})
@@ -248,6 +253,8 @@ _batches: weakref.WeakKeyDictionary[Host, set[Batch]] = weakref.WeakKeyDictionar
 async def stop_batches(pool: Host) -> None:
     """Stop every batch of *pool*: the first thing that closing it does."""
     for batch in list(_batches.get(pool, ())):
+        if batch.running:
+            batch.interrupt = PoolClosedError("the pool was closed while its rollouts ran")
         await batch.stop()
 
 
@@ -272,6 +279,10 @@ def rollouts(
         retries: further attempts, in fresh sandboxes, of a rollout that broke in a way that may not repeat.
         timeout: seconds for one rollout with all its attempts and its waiting for sandboxes.
         resume: go on with this run: rollouts that its ledger has as completed are skipped.
+
+    Raises:
+        ConfigError: an argument cannot be meant; at once, before anything is recorded.
+        PoolClosedError: somebody closed the pool meanwhile; every record has been given before.
     """
     plan = Plan.of(
         tasks,
@@ -345,7 +356,7 @@ def _iterate_sync(batch: Batch, sync: SyncSide) -> Iterator[Record]:
         batch.check()
     finally:
         # A pool that was closed meanwhile has stopped the batch itself.
-        if not sync.portal.closed:
+        with contextlib.suppress(PoolClosedError):
             call(batch.stop)
 
 

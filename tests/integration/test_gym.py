@@ -21,6 +21,7 @@ from gymnasium.vector import AutoresetMode
 import rlsandbox as rls
 from rlsandbox._paths import cache
 from rlsandbox.env import SandboxEnv, SandboxVectorEnv
+from tests.support.keepers import keeper_above
 
 TASKS = [
     rls.Task(
@@ -126,25 +127,6 @@ def test_32_sandboxes_step_at_once(tmp_path: Path) -> None:
         assert started.count == 32
         assert obs["stdout"] == tuple(f"{i}\n" for i in range(32))
         envs.close()
-
-
-def keeper_above(command: str) -> int:
-    """The pid, for this process, of the keeper in whose sandbox *command* runs."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and cmdline(entry.name) == command.split():
-            line = [int(entry.name)]
-            while line[-1] != os.getpid():
-                status = Path(f"/proc/{line[-1]}/stat").read_text()
-                line.append(int(status.rpartition(")")[2].split()[1]))
-            return line[-3]  # ... its keeper, the hub, this process
-    raise LookupError(command)
-
-
-def cmdline(pid: str) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
-    except OSError:
-        return []
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])

@@ -16,6 +16,7 @@ from rlsandbox.errors import (
     ClaimTimeoutError,
     ConfigError,
     LimitReachedError,
+    PoolClosedError,
     ProvisionError,
     SandboxDiedError,
     SandboxStateError,
@@ -605,12 +606,19 @@ async def test_closing_the_pool_ends_the_iteration_with_every_record(tmp_path: P
         return "never"
 
     pool = FakePool(tmp_path)
-    running = asyncio.ensure_future(collect(pool, tasks(6), policy))
+    seen: list[Record] = []
+
+    async def take() -> None:
+        async for record in rollouts(pool, tasks(6), policy):
+            seen.append(record)
+
+    running = asyncio.ensure_future(take())
     for _ in range(4):
         await begun.acquire()
     await pool.close()
-    seen = await running
-    assert Counter(r.status for r in seen.values()) == {"cancelled": 6}
+    with pytest.raises(PoolClosedError, match="while its rollouts ran"):
+        await running
+    assert Counter(r.status for r in seen) == {"cancelled": 6}
     assert not pool.live
 
 

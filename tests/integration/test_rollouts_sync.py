@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from rlsandbox._portal import Portal
-from rlsandbox.errors import ConfigError, LimitReachedError, SandboxStateError
+from rlsandbox.errors import ConfigError, LimitReachedError, PoolClosedError, SandboxStateError
 from rlsandbox.ledger import reading
 from rlsandbox.pool import attempts
 from rlsandbox.pool import policy as policy_module
@@ -219,9 +219,16 @@ def test_closing_from_another_thread_while_somebody_iterates(sync: Sync) -> None
         return "never"
 
     seen: list[Record] = []
-    thread = threading.Thread(
-        target=lambda: seen.extend(sync_rollouts(sync.pool, sync.side, tasks(6), policy))
-    )
+    said: list[str] = []
+
+    def take() -> None:
+        try:
+            for record in sync_rollouts(sync.pool, sync.side, tasks(6), policy):
+                seen.append(record)
+        except PoolClosedError as error:
+            said.append(error.message)
+
+    thread = threading.Thread(target=take)
     thread.start()
     for _ in range(4):
         assert begun.acquire(timeout=20)
@@ -229,6 +236,7 @@ def test_closing_from_another_thread_while_somebody_iterates(sync: Sync) -> None
     thread.join(20)
     assert not thread.is_alive()
     assert Counter(r.outcome for r in seen) == {"cancelled": 4, "never_ran": 2}
+    assert said == ["the pool was closed while its rollouts ran"]
 
 
 # ---------------------------------------------------------------------- Ctrl-C

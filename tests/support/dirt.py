@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Kinds of dirt an episode can leave, how to plant each with ordinary commands, and what must be found.
 
 Each script runs with ``sh -eu`` in the task's repository. Exit status 77 with a line on stderr means that the

@@ -53,7 +53,7 @@ CASES: list[tuple[BaseException, str, tuple[str, str, bool, bool]]] = [
     (KeyboardInterrupt(), "policy", ("keyboard_interrupt", "policy", False, False)),
     (asyncio.CancelledError(), "policy", ("cancelled_error", "policy", False, False)),
     (caught(RuntimeError("wrap"), SandboxDiedError("g")), "policy", ("sandbox_died", "command", True, True)),
-    (caught(CommandError("wrap"), SandboxDiedError("g")), "policy", ("sandbox_died", "command", True, True)),
+    (caught(file_error(errno.ENOENT, "/x"), SandboxDiedError("g")), "policy", ("file", "command", False, False)),
     (ExceptionGroup("g", [ValueError(), ExceptionGroup("h", [SandboxDiedError("g")])]), "policy",
      ("sandbox_died", "command", True, True)),
 ]  # fmt: skip

@@ -1,0 +1,44 @@
+"""The keepers of this process's pools, seen from the host: for tests that kill them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+
+def keeper_above(command: str) -> int:
+    """The pid, for this process, of the keeper in whose sandbox *command* runs."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and cmdline(entry.name) == command.split():
+            line = [int(entry.name)]
+            while line[-1] != os.getpid():
+                status = Path(f"/proc/{line[-1]}/stat").read_text()
+                line.append(int(status.rpartition(")")[2].split()[1]))
+            return line[-3]  # ... its keeper, the hub, this process
+    raise LookupError(command)
+
+
+def keeper_of(command: str, wait_s: float = 20.0) -> int:
+    """:func:`keeper_above` once *command* runs."""
+    end = time.monotonic() + wait_s
+    while True:
+        try:
+            return keeper_above(command)
+        except (LookupError, OSError):  # not yet, or gone while it was looked at
+            if time.monotonic() > end:
+                raise
+
+
+def until_gone(command: str, wait_s: float = 20.0) -> None:
+    """Wait until *command* runs nowhere."""
+    end = time.monotonic() + wait_s
+    while any(entry.isdigit() and cmdline(entry) == command.split() for entry in os.listdir("/proc")):
+        assert time.monotonic() < end, f"{command!r} still runs"
+
+
+def cmdline(pid: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")[:-1]
+    except OSError:
+        return []
