@@ -46,9 +46,12 @@ def scratch() -> Iterator[Path]:
         yield Path(place)
 
 
-@pytest.fixture(params=users(), ids=lambda user: user or "self")
+WAYS = [(user, "overlay") for user in users()] + [(None, "userns")]
+
+
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way[0] or 'self'}-{way[1]}")
 def hub(request: pytest.FixtureRequest, keeper_binary: Path, scratch: Path) -> Iterator[Hub]:
-    with Hub(keeper_binary, user=request.param, scratch=scratch) as hub:
+    with Hub(keeper_binary, user=request.param[0], mode=request.param[1], scratch=scratch) as hub:
         yield hub
 
 

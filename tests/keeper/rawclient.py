@@ -213,7 +213,7 @@ class Hub(Frames):
     """A hub process, and the base of the machine that most tests want."""
 
     def __init__(self, keeper: Path | None = None, user: str | None = None, scratch: Path | None = None, stderr: Any = None,
-                 args: list[str] | None = None) -> None:  # fmt: skip
+                 args: list[str] | None = None, mode: str = "") -> None:  # fmt: skip
         ours, theirs = socket.socketpair()
         argv = [str(keeper or build()), "hub", "--fd", str(theirs.fileno()), "--client", str(os.getpid()), *(args or [])]
         self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], user=user, group=user, extra_groups=[] if user else None, stderr=stderr)
@@ -223,6 +223,7 @@ class Hub(Frames):
         self.creating: set[int] = set()
         self.streams: dict[int, int] = {}
         self.user = user
+        self.mode = mode
         self.scratch = scratch
 
     def __enter__(self) -> Hub:
@@ -267,7 +268,7 @@ class Hub(Frames):
     def create_begin(self, *more: tuple[Tag, Any], name: str | None = None, base: list[tuple[Tag, Any]] | None = None) -> int:
         self.count += 1
         fields = self.base() if base is None else base
-        channel = self.request(Op.HUB_CREATE, (Tag.MEMBER, name or f"m{self.count}"), (Tag.HOSTNAME, "sandbox"), *fields, *more)
+        channel = self.request(Op.HUB_CREATE, (Tag.MEMBER, name or f"m{self.count}"), (Tag.HOSTNAME, "sandbox"), (Tag.MODE, self.mode), *fields, *more)
         self.creating.add(channel)
         return channel
 

@@ -8,7 +8,10 @@
 #include <sys/wait.h>
 #include <signal.h>
 
+#include <sys/xattr.h>
+
 #include "hub.h"
+#include "sandbox.h"
 #include "sys.h"
 
 static int p_user_namespace(void) { return unshare(CLONE_NEWUSER); }
@@ -46,7 +49,23 @@ static int p_fresh_proc(void)
     return errno ? -1 : 0;
 }
 
+static int p_seccomp(void)
+{
+    struct err e = {0};
+    return seccomp_install(&e);
+}
+
+static int p_overlay_layers(void) /* what a chain of snapshots needs: attributes on the upper's filesystem */
+{
+    char v[4];
+    return p_overlay_whiteout_mkdir() < 0 || getxattr("/k/u/d", "user.overlay.opaque", v, sizeof v) != 1 ? -1 : 0;
+}
+
+/* what the modes stand on */
+static int p_mode(void) { return p_overlay_layers() < 0 ? -1 : umount2("/k/m", MNT_DETACH); }
+
 static const struct { const char *name; int (*fn)(void); } probes[] = {
+    {"seccomp", p_seccomp}, {"overlay_layers", p_overlay_layers}, {"mode.overlay", p_mode}, {"mode.userns", p_mode},
     {"user_namespace", p_user_namespace}, {"mount_namespace", p_mount_namespace}, {"pid_namespace", p_pid_namespace},
     {"net_namespace", p_net_namespace}, {"ipc_namespace", p_ipc_namespace}, {"overlay", p_overlay},
     {"overlay_whiteout", p_overlay_whiteout}, {"overlay_whiteout_mkdir", p_overlay_whiteout_mkdir},
@@ -61,6 +80,9 @@ void probe(struct hub *h, struct buf *b)
         if (p == 0) {
             prctl(PR_SET_PDEATHSIG, SIGKILL);
             errno = 0;
+            /* as the sandboxes' keepers are */
+            if (h->userns >= 0 && (setns(h->userns, CLONE_NEWUSER) < 0 || syscall(SYS_setresgid, 0, 0, 0) < 0 || syscall(SYS_setresuid, 0, 0, 0) < 0))
+                _exit(errno);
             _exit(probes[i].fn() < 0 ? errno ? errno : EIO : 0);
         }
         if (p < 0 || waitpid(p, &status, 0) < 0)
@@ -69,5 +91,9 @@ void probe(struct hub *h, struct buf *b)
             no = WIFEXITED(status) ? WEXITSTATUS(status) : ECHILD;
         put_fmt(b, TAG_FACT, "%s\t%s", probes[i].name, no ? strerror(no) : "ok");
     }
+    static const char *const controllers[CG_KINDS] = {"memory", "pids", "cpu"};
+    for (int i = 0; i < CG_KINDS; i++)
+        put_fmt(b, TAG_FACT, "cgroup.%s\t%s", controllers[i], h->cg.dir[i] < 0 ? "none" : h->cg.v2 ? "version 2" : "version 1");
+    put_fmt(b, TAG_FACT, "freezer\t%s", h->cg.ice < 0 ? "none" : "version 2");
     put_fmt(b, TAG_FACT, "ids\t%s", h->ids);
 }

@@ -160,10 +160,18 @@ int sandbox_main(int hub_fd, int client_fd)
         (k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[base - 1], &e) == 0))) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
+        bool chosen = *k.set.mode;
+        if (!chosen)
+            strcpy(k.set.mode, "overlay");
         if (loop_init(&k.loop) < 0 || conn_init(&k.conn, client_fd, on_frame, &k) < 0)
             fail(&e, errno, "prepare the keeper's loop");
-        else
-            episode_start(&k, &e);
+        else if (strcmp(k.set.mode, "userns") || userns_plan(&k, &e) == 0) {
+            struct err again = {0};
+            if (episode_start(&k, &e) < 0 && !chosen && userns_plan(&k, &again) == 0 && episode_start(&k, &again) == 0) {
+                strcpy(k.set.mode, "userns"); /* the next best */
+                e.no = 0;
+            }
+        }
     }
     if (answer_hub(&k, hub_fd, &e) < 0 || e.no)
         return 1;

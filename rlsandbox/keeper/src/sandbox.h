@@ -10,7 +10,8 @@
 
 enum {
     MAX_LOWERS = 200,   /* all base directories together; they travel as descriptors in one message */
-    MAX_OVERLAYS = 40,
+    MAX_ALL_LOWERS = 4000, /* with those that mode userns takes apart */
+    MAX_OVERLAYS = 64,
     MAX_BINDS = 100,
     MAX_CHANNELS = 1024,
     TARGET_MAX = 512,
@@ -132,6 +133,9 @@ int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
 int upper_new(struct keeper *k, struct err *e);
 void upper_forget(struct keeper *k, unsigned generation); /* large ones are freed by a helper */
 uint64_t tmpfs_used(const char *path);
+
+/* userns.c */
+int userns_plan(struct keeper *k, struct err *e); /* takes the root apart, once, after base_attach */
 
 /* reset.c */
 int episode_start(struct keeper *k, struct err *e);

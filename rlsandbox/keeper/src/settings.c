@@ -59,8 +59,9 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     tlv_str(p, n, TAG_MEMBER, s->member, sizeof s->member);
     tlv_str(p, n, TAG_HOSTNAME, s->hostname, sizeof s->hostname);
     tlv_str(p, n, TAG_TOKEN, s->token, sizeof s->token);
-    if (tlv_str(p, n, TAG_MODE, s->mode, sizeof s->mode) <= 0)
-        strcpy(s->mode, "overlay");
+    tlv_str(p, n, TAG_MODE, s->mode, sizeof s->mode);
+    if (*s->mode && strcmp(s->mode, "overlay") && strcmp(s->mode, "userns"))
+        return fail(e, EINVAL, "make a sandbox in mode %s: there are overlay and userns", s->mode);
     s->host_network = tlv_str(p, n, TAG_NETWORK, word, sizeof word) > 0 && strcmp(word, "host") == 0;
     s->upper_bytes = tlv_get(p, n, TAG_UPPER_BYTES, 0);
     s->upper_inodes = tlv_get(p, n, TAG_UPPER_INODES, 0);

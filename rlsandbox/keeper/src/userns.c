@@ -1,0 +1,281 @@
+/* Mode `userns`: where no overlay of the whole root can be made (it contains mounts: an ordinary pod), each top directory gets
+ * an overlay of its own. A directory that contains a mount itself is built again on a tmpfs: plain files and small trees are
+ * copied, larger ones get overlays; a mount in it is bound read-only. Done once, when the keeper starts. */
+#include <dirent.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+
+#include "sandbox.h"
+#include "sys.h"
+#include "trees.h"
+
+enum { DEPTH = 24, SMALL_ENTRIES = 3000, SMALL_BYTES = 32 << 20 };
+
+/* The directories of the base that together are one directory of the view, topmost first. */
+struct parts {
+    int fd[MAX_LOWERS + 1];
+    unsigned n;
+};
+
+static void parts_close(struct parts *p)
+{
+    for (unsigned i = 0; i < p->n; i++)
+        close(p->fd[i]);
+    p->n = 0;
+}
+
+static int by_name(const void *a, const void *b)
+{
+    return strcmp(*(char *const *)a, *(char *const *)b);
+}
+
+/* every name that is in any part, sorted */
+static int names(const struct parts *p, char ***out, size_t *n, struct err *e)
+{
+    size_t cap = 0;
+    *out = NULL;
+    *n = 0;
+    for (unsigned i = 0; i < p->n; i++) {
+        int fd = openat(p->fd[i], ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        DIR *d = fd < 0 ? NULL : fdopendir(fd);
+        struct dirent *x;
+        if (!d)
+            return fail(e, errno, "read a directory of the base");
+        while ((x = readdir(d))) {
+            bool known = !strcmp(x->d_name, ".") || !strcmp(x->d_name, "..");
+            for (size_t j = 0; j < *n && !known; j++)
+                known = strcmp((*out)[j], x->d_name) == 0;
+            if (known)
+                continue;
+            if (*n == cap) {
+                cap = cap ? cap * 2 : 64;
+                char **q = realloc(*out, cap * sizeof *q);
+                if (!q) {
+                    closedir(d);
+                    return fail(e, ENOMEM, "list the base");
+                }
+                *out = q;
+            }
+            if (!((*out)[*n] = strdup(x->d_name))) {
+                closedir(d);
+                return fail(e, ENOMEM, "list the base");
+            }
+            ++*n;
+        }
+        closedir(d);
+    }
+    if (*n)
+        qsort(*out, *n, sizeof **out, by_name);
+    return 0;
+}
+
+/* small enough to be copied, and without a mount in it */
+static bool small(int dir, const char *name, dev_t dev, int depth, size_t *entries, uint64_t *bytes)
+{
+    struct stat st;
+    if (fstatat(dir, name, &st, AT_SYMLINK_NOFOLLOW) < 0 || st.st_dev != dev || ++*entries > SMALL_ENTRIES || (*bytes += S_ISREG(st.st_mode) ? (uint64_t)st.st_size : 0) > SMALL_BYTES)
+        return false;
+    if (!S_ISDIR(st.st_mode))
+        return true;
+    int fd = open_dir(dir, name);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    bool ok = d && depth < 64;
+    while (ok && (x = readdir(d)))
+        if (strcmp(x->d_name, ".") && strcmp(x->d_name, ".."))
+            ok = small(dirfd(d), x->d_name, dev, depth + 1, entries, bytes);
+    if (d)
+        closedir(d);
+    return ok;
+}
+
+static int attach(struct keeper *k, int from, unsigned flags, struct err *e)
+{
+    char path[64];
+    struct stat st;
+    unsigned i = k->set.lowers;
+    if (i >= MAX_ALL_LOWERS)
+        return fail(e, E2BIG, "build the view from parts: over %d of them", MAX_ALL_LOWERS);
+    path_join(path, sizeof path, "/k/l/%u", i);
+    if (fstat(from, &st) < 0)
+        return fail(e, errno, "look at a part of the base");
+    if (S_ISDIR(st.st_mode) ? mkdir(path, 0755) < 0 : mknod(path, S_IFREG | 0644, 0) < 0)
+        return fail(e, errno, "make mount point %s", path);
+    int fd = k_open_tree(from, "", K_OPEN_TREE_CLONE | AT_EMPTY_PATH | flags), no = errno;
+    if (fd < 0 || k_move_mount(fd, "", AT_FDCWD, path) < 0) {
+        no = fd < 0 ? no : errno;
+        fd_close(&fd);
+        if (S_ISDIR(st.st_mode))
+            rmdir(path);
+        else
+            unlink(path);
+        errno = no; /* EINVAL: there is a mount in it */
+        return -1;
+    }
+    close(fd);
+    return (int)k->set.lowers++;
+}
+
+/* An overlay of its own for `target`; 1 when that cannot be. What was attached for nothing stays, unused. */
+static int own_overlay(struct keeper *k, const struct parts *p, const char *target, struct err *e)
+{
+    struct overlay *o = &k->set.overlay[k->set.overlays];
+    char lower[64];
+    if (k->set.overlays == MAX_OVERLAYS || path_join(o->target, sizeof o->target, "%s", target) < 0)
+        return 1;
+    o->first = k->set.lowers;
+    o->n = 0;
+    for (unsigned i = 0; i < p->n; i++, o->n++)
+        if (attach(k, p->fd[i], 0, e) < 0)
+            return e->no ? -1 : 1;
+    /* tried by doing it: read-only, two lowers needed */
+    path_join(lower, sizeof lower, "lowerdir=/k/l/%u:/k/empty,userxattr", o->first);
+    if (mount("rls", "/k/m", "overlay", MS_RDONLY, lower) < 0)
+        return 1;
+    umount2("/k/m", MNT_DETACH);
+    k->set.overlays++;
+    return 0;
+}
+
+static bool placed_elsewhere(const struct keeper *k, unsigned given, const char *target)
+{
+    static const char *const ours[] = {"/proc", "/dev", "/sys"};
+    for (size_t i = 0; i < COUNT_OF(ours); i++)
+        if (strcmp(target, ours[i]) == 0)
+            return true;
+    for (unsigned i = 1; i < given; i++)
+        if (strcmp(target, k->set.overlay[i].target) == 0)
+            return true;
+    return false;
+}
+
+static int rebuild(struct keeper *k, const struct parts *p, int seed, const char *target, unsigned given, int depth, struct err *e);
+
+/* One name of a directory that is being built again. */
+static int one(struct keeper *k, const struct parts *p, int seed, const char *dir, const char *name, unsigned given, int depth, struct err *e)
+{
+    struct parts sub = {.n = 0};
+    struct stat st, top;
+    char target[TARGET_MAX];
+    int r = 0;
+    if (path_join(target, sizeof target, "%s/%s", dir, name) < 0)
+        return fail(e, ENAMETOOLONG, "build the view from parts: %.200s/%.50s", dir, name);
+    for (unsigned i = 0; i < p->n; i++) {
+        if (fstatat(p->fd[i], name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue;
+        if (!S_ISDIR(st.st_mode)) {
+            struct stat in;
+            bool mounted = fstat(p->fd[i], &in) == 0 && in.st_dev != st.st_dev;
+            if (sub.n || is_whiteout(&st))
+                break;
+            if (copy_tree(p->fd[i], name, seed, name, 0) < 0 && !mounted)
+                return fail(e, errno, "copy %s of the base", target);
+            return 0; /* a file that is mounted there is copied as it is now */
+        }
+        if (!sub.n)
+            top = st;
+        int fd = open_dir(p->fd[i], name);
+        if (fd < 0) {
+            parts_close(&sub);
+            return errno == EACCES ? 0 : fail(e, errno, "open %s of the base", target);
+        }
+        sub.fd[sub.n++] = fd;
+        if (is_opaque(fd))
+            break;
+    }
+    if (!sub.n)
+        return 0;
+    size_t entries = 0;
+    uint64_t bytes = 0;
+    if (placed_elsewhere(k, given, target) || depth == 0) {
+        if (mkdirat(seed, name, 0755) < 0)
+            r = fail(e, errno, "make directory %s", target);
+        else if (!placed_elsewhere(k, given, target))
+            r = own_overlay(k, &sub, target, e);
+    } else if (sub.n == 1 && small(sub.fd[0], ".", top.st_dev, 0, &entries, &bytes)) {
+        if (copy_tree(p->fd[0], name, seed, name, 0) == 0)
+            goto end; /* with its attributes */
+        r = fail(e, errno, "copy %s of the base", target);
+    } else if (mkdirat(seed, name, 0755) < 0)
+        r = fail(e, errno, "make directory %s", target);
+    else
+        r = own_overlay(k, &sub, target, e);
+    int made = r < 0 ? -1 : open_dir(seed, name);
+    if (r == 1) /* a mount in it, or no room for one more overlay */
+        r = depth < DEPTH ? rebuild(k, &sub, made, target, given, depth + 1, e) : fail(e, E2BIG, "build the view from parts: %s has mounts too deep in it", target);
+    if (r == 0 && made >= 0 && (fchown(made, top.st_uid > 65535 ? 0 : top.st_uid, top.st_gid > 65535 ? 0 : top.st_gid) < 0 || fchmod(made, top.st_mode & 07777) < 0)) {
+        if (!k->set.one_id)
+            r = fail(e, errno, "set owner and mode of %s", target);
+    }
+    fd_close(&made);
+end:
+    parts_close(&sub);
+    return r;
+}
+
+static int rebuild(struct keeper *k, const struct parts *p, int seed, const char *target, unsigned given, int depth, struct err *e)
+{
+    char **list;
+    size_t n;
+    int r = names(p, &list, &n, e);
+    for (size_t i = 0; i < n; i++) {
+        if (r == 0)
+            r = one(k, p, seed, target, list[i], given, depth, e);
+        free(list[i]);
+    }
+    free(list);
+    return r;
+}
+
+static int by_depth(const void *a, const void *b)
+{
+    const struct overlay *x = a, *y = b;
+    int nx = 0, ny = 0;
+    for (const char *s = x->target; *s; s++)
+        nx += *s == '/';
+    for (const char *s = y->target; *s; s++)
+        ny += *s == '/';
+    return nx != ny ? nx - ny : strcmp(x->target, y->target);
+}
+
+int userns_plan(struct keeper *k, struct err *e)
+{
+    struct parts root = {.n = 0};
+    struct overlay *o = &k->set.overlay[0];
+    unsigned given = k->set.overlays;
+    char path[64];
+    if (mkdir("/k/seed", 0755) < 0 || mount("rls", "/k/seed", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755") < 0)
+        return fail(e, errno, "mount a tmpfs to build the view from parts");
+    int r = 0;
+    for (unsigned i = 0; i <= o->n && r == 0; i++) { /* mount points of our own lie lowest, in every directory */
+        path_join(path, sizeof path, i < o->n ? "/k/l/%u" : "/k/skel", o->first + i);
+        int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (fd < 0)
+            r = fail(e, errno, "open a directory of the base");
+        else
+            root.fd[root.n++] = fd;
+    }
+    int seed = open("/k/seed", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (r == 0 && seed < 0)
+        r = fail(e, errno, "open the directory for the view's parts");
+    struct stat st;
+    if (r == 0)
+        r = rebuild(k, &root, seed, "", given, 0, e);
+    if (r == 0 && root.n && fstat(root.fd[0], &st) == 0 && fchmod(seed, st.st_mode & 07777) < 0)
+        r = fail(e, errno, "set the mode of the view's root");
+    if (r == 0) {
+        int at = attach(k, seed, 0, e);
+        if (at < 0)
+            r = fail(e, errno, "attach the view's parts");
+        else {
+            o->first = (unsigned)at;
+            o->n = 1;
+        }
+    }
+    qsort(k->set.overlay + 1, k->set.overlays - 1, sizeof *o, by_depth); /* what lies in another one is mounted after it */
+    fd_close(&seed);
+    parts_close(&root);
+    return r;
+}
