@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .env import SandboxEnv, SandboxVectorEnv
     from .ledger.report import Report
     from .metrics import Metrics, Series, Summary
-    from .pool import AsyncClaim, AsyncPool, Claim, Pool, PoolStats
+    from .pool import AsyncClaim, AsyncPool, Claim, Pool, PoolRef, PoolStats
     from .sandbox import (
         AsyncProcess,
         AsyncSandbox,
@@ -47,6 +47,7 @@ _LAZY = {
     "Claim": "pool",
     "Metrics": "metrics",
     "Pool": "pool",
+    "PoolRef": "pool",
     "PoolStats": "pool",
     "Process": "sandbox",
     "Report": "ledger.report",
@@ -82,6 +83,7 @@ __all__ = [
     "Metrics",
     "Outcome",
     "Pool",
+    "PoolRef",
     "PoolStats",
     "Process",
     "Record",

@@ -7,13 +7,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ahead import AsyncClaim
+    from .owner import PoolRef
     from .pool import AsyncPool
     from .stats import PoolStats
     from .sync import Claim, Pool
 
-_LAZY = {"AsyncClaim": "ahead", "AsyncPool": "pool", "Claim": "sync", "Pool": "sync", "PoolStats": "stats"}
+_LAZY = {
+    "AsyncClaim": "ahead",
+    "AsyncPool": "pool",
+    "Claim": "sync",
+    "Pool": "sync",
+    "PoolRef": "owner",
+    "PoolStats": "stats",
+}
 
-__all__ = ["AsyncClaim", "AsyncPool", "Claim", "Pool", "PoolStats"]
+__all__ = ["AsyncClaim", "AsyncPool", "Claim", "Pool", "PoolRef", "PoolStats"]
 
 
 def __getattr__(name: str) -> Any:

@@ -179,7 +179,7 @@ class Lender:
         lease.started = True
         idle = max(0.0, self._pool.now() - waited_s - lease.handed)
         parts = lease.parts
-        sample = _sample(parts, started_s=waited_s, idle_s=idle)
+        sample = sample_of(parts, started_s=waited_s, idle_s=idle)
         parts["started"], parts["idle"] = waited_s, idle
         sandbox.ttfc_s = sample.ttfc_s
         self._pool.metrics.record_ttfc(sample)
@@ -212,13 +212,10 @@ class Lender:
                 self._pool.driver.release(lease.claim)
 
     def _never_started(self, parts: Mapping[str, float]) -> None:
-        self._pool.metrics.record_ttfc(_sample(parts, never_started=True))
+        self._pool.metrics.record_ttfc(sample_of(parts, never_started=True))
 
     async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
-        from ..sandbox import AsyncSnapshot
-
-        lease = _held(sandbox)
-        pool = self._pool
+        _held(sandbox)
         if name is not None and name in self.snapshots:
             raise ConfigError(
                 f"a snapshot is called {name!r} already", hint="delete() it, or choose another name"
@@ -233,7 +230,14 @@ class Lender:
                 "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
                 task=sandbox.task.id,
             ) from None  # fmt: skip
-        driver = pool.driver
+        return self.sealed(sandbox, layer, size, name)
+
+    def sealed(self, sandbox: AsyncSandbox, layer: str, size: int, name: str | None) -> AsyncSnapshot:
+        """The sandbox's upper layer was sealed as *layer*: a snapshot from now on."""
+        from ..sandbox import AsyncSnapshot
+
+        lease = _held(sandbox)
+        driver = self._pool.driver
         member = driver.core.members.get(lease.member)
         parent = member.layer if member is not None else None
         driver.tell(
@@ -247,32 +251,7 @@ class Lender:
         return snapshot
 
     async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        pool = self._pool
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise ConfigError(f"fork(n): n must be a whole number of at least 1, not {n!r}")
-        if n > pool.max_size:
-            raise ConfigError(
-                f"fork({n}) can never be met: the pool's ceiling is {pool.max_size}", hint="raise max_size"
-            )
-        claims = [asyncio.ensure_future(pool._claim(snapshot, timeout=timeout)) for _ in range(n)]
-        try:
-            await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
-        finally:
-            whole = all(c.done() and not c.cancelled() and c.exception() is None for c in claims)
-            if not whole:
-                await self._undo(claims)
-        failed = [error for c in claims if not c.cancelled() and (error := c.exception()) is not None]
-        if failed:
-            raise failed[0]
-        return [c.result() for c in claims]
-
-    async def _undo(self, claims: list[asyncio.Task[AsyncSandbox]]) -> None:
-        for claim in claims:
-            claim.cancel()
-        await asyncio.gather(*claims, return_exceptions=True)
-        for claim in claims:
-            if not claim.cancelled() and claim.exception() is None:
-                await claim.result().release()
+        return await all_or_none(self._pool, snapshot, n, timeout)
 
     async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
         lease = _held(sandbox)
@@ -307,7 +286,34 @@ class Lender:
             driver.tell(driver.core.drop_layer, snapshot.layer)  # type: ignore[attr-defined]
 
 
-def _sample(parts: Mapping[str, float], **rest: Any) -> TtfcSample:
+async def all_or_none(
+    pool: AsyncPool, snapshot: AsyncSnapshot, n: int, timeout: float | None
+) -> list[AsyncSandbox]:
+    """*n* sandboxes with a snapshot's state; when one cannot be had, none is kept."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ConfigError(f"fork(n): n must be a whole number of at least 1, not {n!r}")
+    if n > pool.max_size:
+        hint = "raise max_size"
+        raise ConfigError(f"fork({n}) can never be met: the pool's ceiling is {pool.max_size}", hint=hint)
+    claims = [asyncio.ensure_future(pool._claim(snapshot, timeout=timeout)) for _ in range(n)]
+    whole = False
+    try:
+        await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
+        whole = all(c.done() and not c.cancelled() and c.exception() is None for c in claims)
+    finally:
+        if not whole:
+            for claim in claims:
+                claim.cancel()
+            for got in await asyncio.gather(*claims, return_exceptions=True):
+                if not isinstance(got, BaseException):
+                    await got.release()
+    for claim in claims:
+        if not claim.cancelled() and (error := claim.exception()) is not None:
+            raise error
+    return [claim.result() for claim in claims]
+
+
+def sample_of(parts: Mapping[str, float], **rest: Any) -> TtfcSample:
     return TtfcSample(
         queued_s=parts["queued"], provisioned_s=parts["provisioned"], reset_s=parts["reset"],
         connected_s=parts["connected"], **rest,

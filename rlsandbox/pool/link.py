@@ -8,6 +8,7 @@ for one thing at a time.
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,8 @@ class KeeperLink:
         self._backend, self._member, self._spec = backend, member, spec
         self._baseline, self._plugins = baseline, plugins
         self._given: set[str] = set()
+        self._away = False
+        self._tell_lost: Callable[[BaseException], object] | None = None
 
     @classmethod
     async def open(
@@ -100,7 +103,32 @@ class KeeperLink:
         return cls(backend, member, spec, client, baseline, plugins)
 
     def on_lost(self, tell: Callable[[BaseException], object]) -> None:
-        self.client.lost.add_done_callback(lambda lost: None if lost.cancelled() else tell(lost.result()))
+        self._tell_lost = tell
+        client = self.client
+        client.lost.add_done_callback(lambda lost: self._is_lost(client, lost))
+
+    def _is_lost(self, client: KeeperClient, lost: Any) -> None:
+        # A client that was put aside for another process's is not the member's end.
+        if client is self.client and not self._away and not lost.cancelled() and self._tell_lost is not None:
+            self._tell_lost(lost.result())
+
+    def detach(self) -> socket.socket:
+        """Give the keeper's stream to another process; until :meth:`reattach` nothing works here."""
+        self._away = True
+        try:
+            return self.client.detach()
+        except BaseException:
+            self._away = False
+            raise
+
+    async def reattach(self, stream: socket.socket) -> None:
+        """Take the stream back from the other process."""
+        reader, writer = await asyncio.open_connection(sock=stream, limit=1 << 18)
+        welcome = self.client.welcome
+        self.client = await KeeperClient.open(reader, writer, member=self._member.id, welcome=welcome)
+        self._away = False
+        if self._tell_lost is not None:
+            self.on_lost(self._tell_lost)
 
     async def prime(self, task: Task, layer: str) -> int:
         await self.client.reset("")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..backends.base import Backend, Member
     from ..ledger.report import Report
     from ..sandbox import AsyncSandbox, AsyncSnapshot
+    from .owner import Owner, PoolRef
 
 log = logging.getLogger("rlsandbox.pool")
 
@@ -110,6 +111,7 @@ class AsyncPool:
         self._driver: Driver | None = None
         self._starting: asyncio.Lock | None = None
         self._lender = Lender(self)
+        self._owner: Owner | None = None
         self._specs: dict[tuple[str | None, Spec | None], Spec] = {}
         self._early: list[tuple[list[tuple[str, str | None, int]], bool]] = []
         self._known: dict[str, Spec] = {}
@@ -172,6 +174,27 @@ class AsyncPool:
 
     def now(self) -> float:
         return self.driver.now()
+
+    @property
+    def ref(self) -> PoolRef:
+        """How other processes of this machine find the pool; it pickles. Ask for it on the event loop.
+
+        Hand it to ranks, ray workers or spawned processes, which use ``connect``: one ceiling, one refill,
+        owned by this process.
+        """
+        self._check()
+        if self._owner is None:
+            from .owner import Owner
+
+            self._owner = Owner(self)
+        return self._owner.ref
+
+    @classmethod
+    def connect(cls, ref: PoolRef) -> AsyncPool:
+        """The pool of another process. Closing it gives back what this process holds, and no more."""
+        from .remote import RemotePool
+
+        return RemotePool(ref)
 
     # -- starting ------------------------------------------------------------------------------------
 
@@ -501,6 +524,14 @@ class AsyncPool:
         names = {d: s.image or ("default" if d == self.spec.digest else d) for d, s in self._known.items()}
         return stats_of(driver.core, driver.bursts, driver.now(), list(self._residue), names)
 
+    async def stats_now(self) -> PoolStats:
+        """:meth:`stats`, also where they are another process's."""
+        return self.stats()
+
+    async def snapshots_now(self) -> list[AsyncSnapshot]:
+        """:meth:`snapshots`, also where they are another process's."""
+        return self.snapshots()
+
     def snapshots(self) -> list[AsyncSnapshot]:
         """Those that were not deleted."""
         asleep = {id(lease.asleep) for lease in self._lender.leases if lease.asleep is not None}
@@ -543,6 +574,8 @@ class AsyncPool:
 
         await stop_batches(self)
         self.closed = True
+        if self._owner is not None:
+            await self._owner.close()
         for lease in list(self._lender.leases):
             await self._lender.revoke(lease)
         self._lender.leases.clear()

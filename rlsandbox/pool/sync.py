@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..metrics import Metrics
     from ..sandbox import Sandbox, Snapshot
     from ..spec import Spec
+    from .owner import PoolRef
     from .stats import PoolStats
 
 log = logging.getLogger("rlsandbox.pool")
@@ -108,6 +109,22 @@ class Pool:
     @property
     def closed(self) -> bool:
         return self._portal.closed
+
+    @property
+    def ref(self) -> PoolRef:
+        """How other processes of this machine find the pool: see :meth:`AsyncPool.ref`."""
+
+        async def ref() -> PoolRef:
+            return self._pool.ref
+
+        return self._portal.call(ref)
+
+    @classmethod
+    def connect(cls, ref: PoolRef) -> Pool:
+        """The pool of another process: see :meth:`AsyncPool.connect`."""
+        pool = cls.__new__(cls)
+        pool._begin(AsyncPool.connect(ref))
+        return pool
 
     # -- claiming ------------------------------------------------------------------------------------
 
@@ -193,18 +210,11 @@ class Pool:
     def stats(self) -> PoolStats:
         """See :meth:`AsyncPool.stats`."""
 
-        async def stats() -> PoolStats:
-            return self._pool.stats()
-
-        return self._portal.call(stats)
+        return self._portal.call(self._pool.stats_now)
 
     def snapshots(self) -> list[Snapshot]:
         """Those that were not deleted."""
-
-        async def snapshots() -> list[Any]:
-            return self._pool.snapshots()
-
-        return [self._side.snapshot(s) for s in self._portal.call(snapshots)]
+        return [self._side.snapshot(s) for s in self._portal.call(self._pool.snapshots_now)]
 
     # -- closing -------------------------------------------------------------------------------------
 

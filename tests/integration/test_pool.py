@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import json
@@ -357,10 +358,8 @@ async def test_a_claim_cancelled_at_any_moment_leaks_nothing(tmp_path: Path) -> 
             for _ in range(step):
                 await asyncio.sleep(0)
             task.cancel()
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await (await task).release()
-            except asyncio.CancelledError:
-                pass
         await pool.driver.until(lambda: pool.stats().ready == 2, 30)
         stats = pool.stats()
         assert (stats.claimed, stats.waiting, stats.ready) == (0, 0, 2)

@@ -1,0 +1,242 @@
+"""The owner's side of a pool that several processes share: one ceiling, one refill, one owner.
+
+The owner serves a unix socket in a directory that only its user can enter. A claim of another process is an
+ordinary claim here; its keeper's stream is then handed to that process, which speaks to the sandbox without
+us, and hands the stream back to release it. What a process that ends has not given back is disposed of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SandboxError, UnsupportedError
+from ..metrics import TtfcSample
+from .channel import Channel, ChannelClosedError
+
+if TYPE_CHECKING:
+    from ..sandbox import AsyncSandbox
+    from .pool import AsyncPool
+
+log = logging.getLogger("rlsandbox.pool")
+
+TOKEN_BYTES = 32
+_HANDSHAKE_S = 10.0
+
+
+@dataclass(frozen=True)
+class PoolRef:
+    """How another process finds a pool: hand it over (it pickles) and use :meth:`Pool.connect`."""
+
+    path: str
+    token: str
+    host: str
+    run: str
+    pid: int
+
+    def __repr__(self) -> str:
+        return f"PoolRef(run={self.run!r}, pid={self.pid}, host={self.host!r})"
+
+
+class Owner:
+    """Serves a pool to other processes. Lives on the pool's event loop."""
+
+    def __init__(self, pool: AsyncPool) -> None:
+        self._pool = pool
+        self._directory = tempfile.mkdtemp(prefix="rlsandbox-pool-")  # mode 0700
+        path = os.path.join(self._directory, "owner")
+        token = secrets.token_hex(TOKEN_BYTES // 2)
+        self.ref = PoolRef(path, token, os.uname().nodename, pool.run, os.getpid())
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(path)
+        self._listener.listen(128)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._spawn(self._accept())
+
+    def _spawn(self, coro: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(coro)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            sock, _ = await loop.sock_accept(self._listener)
+            self._spawn(self._serve(sock))
+
+    async def _serve(self, sock: socket.socket) -> None:
+        channel = Channel(sock)
+        peer = _Peer(self._pool, channel)
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                token = await channel.shown(TOKEN_BYTES)
+            if not hmac.compare_digest(token, self.ref.token.encode()):
+                log.warning("a process without the pool's token was turned away")
+                return
+            await peer.serve()
+        except (ChannelClosedError, TimeoutError, OSError) as error:
+            log.debug("a connected process is gone: %s", error)
+        except Exception:
+            log.exception("serving a connected process failed: an error of rlsandbox itself")
+        finally:
+            channel.close()
+            await peer.end()
+
+    async def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Peer:
+    """One connected process: what it asked for and what it holds."""
+
+    def __init__(self, pool: AsyncPool, channel: Channel) -> None:
+        self._pool, self._channel = pool, channel
+        self._held: dict[int, AsyncSandbox] = {}
+        self._numbers = itertools.count(1)
+        self._asked: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        while (message := await self._channel.recv()) is not None:
+            (number, what, arguments), fds = message
+            if what == "cancel":
+                asked = self._asked.get(arguments[0])
+                if asked is not None:
+                    asked.cancel()
+                continue
+            task = asyncio.get_running_loop().create_task(self._answer(number, what, arguments, fds))
+            self._asked[number] = task
+            task.add_done_callback(lambda _, number=number: self._asked.pop(number, None))  # type: ignore[misc]
+
+    async def _answer(self, number: int, what: str, arguments: Any, fds: list[int]) -> None:
+        answer: Any = None
+        error: BaseException | None = None
+        passed: socket.socket | None = None
+        try:
+            if what == "claim":
+                answer, passed = await self._claim(*arguments)
+            elif what == "release":
+                await self._release(*arguments, fds=fds)
+            else:
+                answer = await getattr(self, "_do_" + what)(*arguments)
+        except asyncio.CancelledError:
+            error = SandboxError("cancelled", kind="cancelled")
+        except Exception as raised:
+            error = raised
+        finally:
+            for fd in fds:
+                os.close(fd)
+        try:
+            await self._channel.send((number, answer, error), (passed.fileno(),) if passed else ())
+        except ChannelClosedError:
+            pass  # end() gives back what it held
+        finally:
+            if passed is not None:
+                passed.close()
+
+    async def _claim(self, task: Any, timeout: float | None, rollout: Any) -> tuple[Any, socket.socket]:
+        pool = self._pool
+        if isinstance(task, str):
+            task = pool._lender.snapshots.get(task, task)
+        sandbox = await pool._claim(task, timeout=timeout, rollout=rollout, counted=False)
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        held = pool.driver.held[lease.member]
+        link: Any = held.link
+        if not hasattr(link, "detach"):
+            await sandbox.release()
+            raise UnsupportedError(f"backend {pool.backend.name!r} has no streams to hand to another process")
+        env = dict(lease.credentials.env) if lease.credentials is not None else {}
+        try:
+            stream = link.detach()
+        except BaseException:
+            await sandbox.release(discard=True)
+            raise
+        number = next(self._numbers)
+        self._held[number] = sandbox
+        about = {
+            "lease": number, "id": sandbox.id, "task": lease.task, "spec": lease.spec, "node": sandbox.node,
+            "mode": link.mode, "facts": dict(held.member.facts), "welcome": link.client.welcome,
+            "parts": dict(lease.parts), "env": {**pool.backend.environment(lease.spec), **env},
+        }  # fmt: skip
+        return about, stream
+
+    async def _release(
+        self, number: int, discard: bool, sample: TtfcSample | None, *, fds: list[int]
+    ) -> None:
+        if sample is not None:
+            self._pool.metrics.record_ttfc(sample)
+        sandbox = self._held.pop(number, None)
+        if sandbox is None:
+            return
+        await self._back(sandbox, discard, fds)
+
+    async def _back(self, sandbox: AsyncSandbox, discard: bool, fds: list[int]) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        held = self._pool._driver.held.get(lease.member) if self._pool._driver is not None else None
+        if fds and held is not None:
+            link: Any = held.link
+            await link.reattach(socket.socket(fileno=os.dup(fds[0])))
+        else:
+            discard = True
+        await sandbox.release(discard=discard)
+
+    async def _do_hello(self) -> dict[str, Any]:
+        pool = self._pool
+        return {
+            "size": pool.size, "max_size": pool.max_size, "spec": pool.spec, "backend": pool.backend.name,
+            "ledger": str(pool.ledger.path), "block": pool.config.pool.block,
+        }  # fmt: skip
+
+    async def _do_started(self, sample: TtfcSample) -> None:
+        self._pool.metrics.record_ttfc(sample)
+
+    async def _do_expect(self, tasks: Any, group_size: int, replace_: bool) -> None:
+        self._pool.expect(tasks, group_size=group_size, replace=replace_)
+
+    async def _do_wait_ready(self, n: int | None, timeout: float | None) -> int:
+        return await self._pool.wait_ready(n, timeout=timeout)
+
+    async def _do_stats(self) -> Any:
+        return self._pool.stats()
+
+    async def _do_sealed(self, number: int, layer: str, size: int, name: str | None) -> str:
+        """The process has sealed its sandbox's upper layer: from now on it is a snapshot of the pool."""
+        return self._pool._lender.sealed(self._held[number], layer, size, name).id
+
+    async def _do_delete_snapshot(self, id: str) -> None:
+        snapshot = self._pool._lender.snapshots.get(id)
+        if snapshot is not None:
+            await self._pool._lender.delete_snapshot(snapshot)
+
+    async def _do_snapshots(self) -> list[tuple[str, int, Any, Any]]:
+        return [(s.id, s.bytes, s.task, s.spec) for s in self._pool.snapshots()]
+
+    async def end(self) -> None:
+        """The process is gone: nothing it held is used again."""
+        for task in list(self._asked.values()):
+            task.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+        held, self._held = self._held, {}
+        for sandbox in held.values():
+            with contextlib.suppress(SandboxError):
+                await sandbox.release(discard=True)
+
+
+def plain(rollout: Any) -> Any:
+    """A rollout as it can travel: without its state and its way back."""
+    return None if rollout is None else replace(rollout, state=None, _checkpoint=None)

@@ -1,0 +1,419 @@
+"""A pool that belongs to another process of this machine: ranks, ray workers, spawned processes.
+
+Claims go to the owner, sandboxes come with their keeper's stream, and from then on commands take no detour.
+Records are kept in a ledger beside the owner's, numbers here and there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import secrets
+import socket
+import weakref
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ..config import load_config
+from ..errors import ConfigError, PoolClosedError, ProcessesRunningError, SandboxStateError, UnsupportedError
+from ..hooks import Rollout, plugin_manager
+from ..keeper.client import KeeperClient
+from ..keeper.connection import KeeperFailure
+from ..ledger import Ledger
+from ..metrics import Metrics, TtfcSample
+from ..task import Task
+from .ahead import AsyncClaim
+from .channel import Channel, ChannelClosedError, ask_blocking
+from .lending import sample_of
+from .owner import PoolRef, plain
+from .pool import CLOSE_S, AsyncPool
+
+if TYPE_CHECKING:
+    from ..sandbox import AsyncSandbox, AsyncSnapshot
+    from .stats import PoolStats
+
+log = logging.getLogger("rlsandbox.pool")
+
+_EBUSY = 16
+_QUIET_S = 5.0
+_KNOCK_S = 30.0
+
+
+class RemotePool(AsyncPool):
+    """The same methods as the owner's pool; made by ``connect``. Closing it gives back what it holds."""
+
+    def __init__(self, ref: PoolRef) -> None:
+        if not isinstance(ref, PoolRef):
+            raise ConfigError(f"connect() takes a PoolRef (pool.ref), not {type(ref).__name__}")
+        if ref.host != os.uname().nodename:
+            raise UnsupportedError(
+                f"the pool's owner runs on {ref.host}, this process on {os.uname().nodename}",
+                phase="config",
+                hint="a pool is shared within a machine; give each machine a pool of its own, by number",
+            )
+        self.reference = ref
+        self.run = ref.run
+        self.closed = False
+        self.metrics = Metrics(run=ref.run)
+        self._pid = os.getpid()
+        self._starting = None
+        self._exporters = []
+        self._channel: Channel | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._answers: dict[int, asyncio.Future[tuple[Any, list[int]]]] = {}
+        self._asks = itertools.count(1)
+        self._remote = _RemoteLender(self)
+        self._told: set[asyncio.Task[Any]] = set()
+        self.config = load_config(False)
+        self._sock, about = _knock(ref)
+        self._numbers_of = (about["size"], about["max_size"])
+        self.spec = about["spec"]
+        self.backend: Any = SimpleNamespace(name=about["backend"])
+        self.plugins = plugin_manager(block=about["block"])
+        self.manager = self.plugins
+        self.ledger = Ledger.open(ref.run, Path(about["ledger"]), facts={"owner": ref.pid})
+
+    @property
+    def size(self) -> int:
+        return int(self._numbers_of[0])
+
+    @property
+    def max_size(self) -> int:
+        return int(self._numbers_of[1])
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"of process {self.reference.pid}, {len(self._remote.held)} held"
+        return f"<{type(self).__name__} {self.backend.name} {self.run}: {state}>"
+
+    def now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    @property
+    def ref(self) -> PoolRef:
+        return self.reference
+
+    # -- the connection ------------------------------------------------------------------------------
+
+    async def start(self) -> Any:
+        self._check()
+        if self._channel is None:
+            self._channel = Channel(self._sock)
+            self._reader = asyncio.get_running_loop().create_task(self._read(self._channel))
+        return None
+
+    async def _read(self, channel: Channel) -> None:
+        try:
+            while (message := await channel.recv()) is not None:
+                (number, answer, error), fds = message
+                future = self._answers.pop(number, None)
+                if future is None or future.done():
+                    await self._unwanted(answer, fds)
+                elif error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result((answer, fds))
+        except ChannelClosedError as error:
+            log.warning("the pool's owner cannot be understood: %s", error)
+        finally:
+            channel.close()
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(_owner_gone(self.reference))
+            self._answers.clear()
+
+    async def _unwanted(self, answer: Any, fds: list[int]) -> None:
+        """The answer to somebody who was cancelled meanwhile: a sandbox goes back as it came."""
+        for fd in fds:
+            os.close(fd)
+        if isinstance(answer, dict) and "lease" in answer:
+            self._tell("release", answer["lease"], True, None)
+
+    async def call(self, what: str, *arguments: Any, fds: tuple[int, ...] = ()) -> tuple[Any, list[int]]:
+        """Ask the owner; its answer and the descriptors that came along."""
+        await self.start()
+        channel = self._channel
+        assert channel is not None
+        number = next(self._asks)
+        future: asyncio.Future[tuple[Any, list[int]]] = asyncio.get_running_loop().create_future()
+        self._answers[number] = future
+        try:
+            await channel.send((number, what, arguments), fds)
+            return await future
+        except ChannelClosedError:
+            raise _owner_gone(self.reference) from None
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                await self._unwanted(*future.result())
+            self._tell("cancel", number)
+            raise
+        finally:
+            if future.done():
+                self._answers.pop(number, None)
+
+    def _tell(self, what: str, *arguments: Any) -> None:
+        """Ask without waiting for an answer."""
+
+        async def tell() -> None:
+            assert self._channel is not None
+            try:
+                await self._channel.send((0, what, arguments))
+            except ChannelClosedError:
+                log.debug("the owner is gone: %s is moot", what)
+
+        self._later(tell())
+
+    def _later(self, coro: Any) -> None:
+        task = asyncio.get_running_loop().create_task(coro)
+        self._told.add(task)
+        task.add_done_callback(self._told.discard)
+
+    # -- what differs from a pool of one's own -------------------------------------------------------
+
+    async def _claim(
+        self,
+        task: Task | AsyncSnapshot,
+        *,
+        timeout: float | None = None,
+        rollout: Rollout | None = None,
+        counted: bool = True,
+        ahead: AsyncClaim | None = None,
+    ) -> AsyncSandbox:
+        self._check()
+        needed = self.now()
+        asked: Any = task if isinstance(task, Task) else getattr(task, "id", task)
+        if not isinstance(asked, (Task, str)):
+            raise ConfigError(f"claim() takes a Task or a Snapshot, not {type(task).__name__}")
+        try:
+            about, fds = await self.call("claim", asked, timeout, plain(rollout))
+        except BaseException:
+            if counted:
+                self._censored(needed if ahead is None else ahead.needed)
+            raise
+        sandbox = await self._remote.take(about, fds)
+        self._remote.held.add(sandbox)
+        if ahead is not None:
+            needed = self.now() if ahead.needed is None else ahead.needed
+        self._remote.count(sandbox, about["parts"], needed, rollout, counted)
+        return sandbox
+
+    def demand(self, tasks: Iterable[Task], group_size: int) -> Any:
+        tasks = list(tasks)
+        super().demand(tasks, group_size)  # it checks them
+        return tasks, group_size
+
+    def tell_expected(self, demand: Any, replace: bool) -> None:
+        tasks, group_size = demand
+        self._later(self._tell_expected(tasks, group_size, replace))
+
+    async def _tell_expected(self, tasks: list[Task], group_size: int, replace: bool) -> None:
+        try:
+            await self.call("expect", tasks, group_size, replace)
+        except PoolClosedError as error:
+            log.debug("what is expected could not be told: %s", error)
+
+    def _place(self, task: Task) -> Any:
+        return task.spec_over(self.spec), task.layer_key
+
+    async def wait_ready(self, n: int | None = None, *, timeout: float | None = None) -> int:
+        return int((await self.call("wait_ready", n, timeout))[0])
+
+    async def stats_now(self) -> PoolStats:
+        stats: PoolStats = (await self.call("stats"))[0]
+        return stats
+
+    def stats(self) -> PoolStats:
+        raise UnsupportedError("another process has them: they have to be waited for", hint="stats_now()")
+
+    async def snapshots_now(self) -> list[AsyncSnapshot]:
+        rows = (await self.call("snapshots"))[0]
+        return [self._remote.snapshot_of(*row) for row in rows]
+
+    def snapshots(self) -> list[AsyncSnapshot]:
+        raise UnsupportedError("another process has them: they have to be waited for", hint="snapshots_now()")
+
+    def _gauges(self) -> Mapping[str, float]:
+        return {}
+
+    async def end(self, timeout: float | None = CLOSE_S) -> None:
+        from .rollouts import stop_batches
+
+        await stop_batches(self)
+        if self._channel is not None:
+            for sandbox in list(self._remote.held):
+                try:
+                    await sandbox.release()
+                except PoolClosedError:
+                    break
+        self.closed = True
+        if self._told:
+            await asyncio.wait(self._told, timeout=_QUIET_S)
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.gather(self._reader, return_exceptions=True)
+        elif self._channel is None:
+            self._sock.close()
+
+
+class _RemoteLender:
+    """The Host of sandboxes whose pool is elsewhere."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+        self.held: weakref.WeakSet[AsyncSandbox] = weakref.WeakSet()
+
+    async def take(self, about: dict[str, Any], fds: list[int]) -> AsyncSandbox:
+        """A sandbox of what the owner sent."""
+        from ..sandbox import AsyncSandbox
+
+        client = await _client(about, fds)
+        sandbox = AsyncSandbox(
+            client, id=about["id"], task=about["task"], spec=about["spec"], node=about["node"],
+            reset_mode=about["mode"], host=self, facts=about["facts"], base_env=about["env"],
+        )  # fmt: skip
+        sandbox._lease = SimpleNamespace(number=about["lease"], sample=None, started=True)  # type: ignore[attr-defined]
+        return sandbox
+
+    def count(
+        self, sandbox: AsyncSandbox, parts: dict[str, float], needed: float, rollout: Any, counted: bool
+    ) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        now = self._pool.now()
+        waited, told = max(0.0, now - needed), sum(parts.values())
+        if told > waited:  # it was asked for ahead
+            parts = {name: seconds * waited / told for name, seconds in parts.items()}
+        parts["connected"] += max(0.0, waited - sum(parts.values()))
+        lease.parts, lease.handed, lease.started = parts, now, not counted
+        sandbox.times, sandbox.rollout = parts, rollout
+
+    def command_started(self, sandbox: AsyncSandbox, waited_s: float) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        if lease.started:
+            return
+        lease.started = True
+        idle = max(0.0, self._pool.now() - waited_s - lease.handed)
+        sample = sample_of(lease.parts, started_s=waited_s, idle_s=idle)
+        lease.parts["started"], lease.parts["idle"] = waited_s, idle
+        sandbox.ttfc_s = sample.ttfc_s
+        self._pool.metrics.record_ttfc(sample)
+        lease.sample = sample  # the owner learns of it with the release
+
+    async def release(self, sandbox: AsyncSandbox, *, discard: bool) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        number, lease.number = lease.number, None
+        if number is None:
+            asleep = getattr(lease, "asleep", None)
+            if asleep is not None:
+                await self.delete_snapshot(asleep)
+            return
+        if not lease.started:
+            lease.started, lease.sample = True, sample_of(lease.parts, never_started=True)
+            self._pool.metrics.record_ttfc(lease.sample)
+        stream = None if discard else await self._detached(sandbox)
+        await self._give_back(sandbox, number, lease.sample, stream)
+
+    async def _give_back(
+        self, sandbox: AsyncSandbox, number: int, sample: TtfcSample | None, stream: socket.socket | None
+    ) -> None:
+        try:
+            fds = () if stream is None else (stream.fileno(),)
+            await self._pool.call("release", number, stream is None, sample, fds=fds)
+        finally:
+            if stream is not None:
+                stream.close()
+            await sandbox.client.aclose()
+
+    async def _detached(self, sandbox: AsyncSandbox) -> socket.socket | None:
+        """The keeper's stream, once nothing is in flight on it; None when that does not come true."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + _QUIET_S
+        while not sandbox.client.lost.done():
+            try:
+                return sandbox.client.detach()
+            except RuntimeError:
+                if loop.time() >= end:
+                    return None
+                await asyncio.sleep(0.002)
+        return None
+
+    async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        layer = f"s{secrets.token_hex(8)}"
+        try:
+            size = await sandbox.client.seal(layer, kill=kill)
+        except KeeperFailure as error:
+            if error.errno != _EBUSY:
+                raise
+            raise ProcessesRunningError(
+                "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
+                task=sandbox.task.id,
+            ) from None  # fmt: skip
+        id = (await self._pool.call("sealed", lease.number, layer, size, name))[0]
+        return self.snapshot_of(id, size, sandbox.task, sandbox.spec)
+
+    def snapshot_of(self, id: str, size: int, task: Any, spec: Any) -> AsyncSnapshot:
+        from ..sandbox import AsyncSnapshot
+
+        return AsyncSnapshot(self, id=id, bytes=size, task=task, spec=spec)
+
+    async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
+        from .lending import all_or_none
+
+        return await all_or_none(self._pool, snapshot, n, timeout)
+
+    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
+        return await self._pool._claim(sandbox.task, counted=False)
+
+    async def hibernate(self, sandbox: AsyncSandbox) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
+        number, lease.number = lease.number, None
+        await self._give_back(sandbox, number, None, await self._detached(sandbox))
+
+    async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        asleep = getattr(lease, "asleep", None)
+        if asleep is None:
+            raise SandboxStateError("the sandbox does not hibernate", sandbox=sandbox.id)
+        about, fds = await self._pool.call("claim", asleep.id, timeout, None)
+        client = await _client(about, fds)
+        lease.number, lease.asleep = about["lease"], None
+        sandbox.id = about["id"]
+        sandbox.attach(client, node=about["node"])
+        await self.delete_snapshot(asleep)
+
+    async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
+        await self._pool.call("delete_snapshot", snapshot.id)
+
+
+def _knock(ref: PoolRef) -> tuple[socket.socket, dict[str, Any]]:
+    """A connection to the owner, and what it says of the pool."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(_KNOCK_S)
+        sock.connect(ref.path)
+        sock.sendall(ref.token.encode())
+        _, about, error = ask_blocking(sock, (0, "hello", ()))
+    except OSError as error:
+        sock.close()
+        raise _owner_gone(ref) from error
+    if error is not None:
+        sock.close()
+        raise error
+    return sock, about
+
+
+async def _client(about: dict[str, Any], fds: list[int]) -> KeeperClient:
+    stream = socket.socket(fileno=fds[0])
+    reader, writer = await asyncio.open_connection(sock=stream, limit=1 << 18)
+    return await KeeperClient.open(reader, writer, member=about["id"], welcome=about["welcome"])
+
+
+def _owner_gone(ref: PoolRef) -> PoolClosedError:
+    return PoolClosedError(
+        f"the process {ref.pid} that owns the pool of run {ref.run!r} has closed it or is gone",
+        kind="owner_gone",
+    )

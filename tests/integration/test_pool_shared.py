@@ -1,0 +1,194 @@
+"""One pool, several processes: one ceiling, and what a process leaves behind is seen to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlsandbox as rls
+from rlsandbox.errors import ClaimTimeoutError, PoolClosedError, PrimeError, UnsupportedError
+
+TASK = rls.Task(id="t", workdir="/work", files={"a.txt": "hello\n"})
+LONG = 60
+spawn = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[rls.Pool]:
+    with rls.Pool(size=2, config=False, ledger=tmp_path / "ledger", run="shared") as pool:
+        yield pool
+
+
+def eventually(true: Callable[[], bool], seconds: float = 30) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.01)
+
+
+def rank(ref: rls.PoolRef, number: int, answers: Any) -> None:
+    with rls.Pool.connect(ref) as pool:
+        for _ in range(3):
+            with pool.claim(TASK, timeout=LONG) as sandbox:
+                answers.put((number, os.getpid(), sandbox.run(f"cat a.txt; echo {number} > a.txt").stdout))
+        answers.put((number, pool.metrics.ttfc.summary().n, pool.stats().claims))
+
+
+def test_ranks_share_one_ceiling(pool: rls.Pool) -> None:
+    ref = pickle.loads(pickle.dumps(pool.ref))
+    answers = spawn.Queue()
+    ranks = [spawn.Process(target=rank, args=(ref, n, answers)) for n in range(3)]
+    for process in ranks:
+        process.start()
+    got = [answers.get(timeout=120) for _ in range(12)]
+    for process in ranks:
+        process.join(30)
+        assert process.exitcode == 0
+    outputs = [text for *_, text in got if isinstance(text, str)]
+    assert outputs == ["hello\n"] * 9
+    stats = pool.stats()
+    assert stats.granted == 9
+    assert stats.created == 2
+    assert stats.quarantined == 0
+    assert pool.metrics.ttfc.summary().n == 9, "the owner knows what everybody waited for"
+    eventually(lambda: pool.stats().ready == 2)
+
+
+def hold(ref: rls.PoolRef, answers: Any) -> None:
+    pool = rls.Pool.connect(ref)
+    sandbox = pool.claim(TASK, timeout=LONG)
+    sandbox.run("echo dirt > /work/dirt")
+    process = sandbox.popen("sleep 1000")
+    answers.put((sandbox.id, process.pid))
+    time.sleep(1000)
+
+
+def test_what_a_killed_process_held_is_disposed_of(pool: rls.Pool) -> None:
+    answers = spawn.Queue()
+    process = spawn.Process(target=hold, args=(pool.ref, answers))
+    process.start()
+    held, _ = answers.get(timeout=60)
+    assert pool.stats().claimed == 1
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join(30)
+    eventually(lambda: pool.stats().claimed == 0 and pool.stats().ready == 2)
+    assert pool.stats().created == 3
+    for _ in range(3):
+        with pool.claim(TASK, timeout=LONG) as sandbox:
+            assert sandbox.id != held
+            assert sandbox.run("ls").stdout == "a.txt\n"
+
+
+def test_claims_here_and_there_wait_for_each_other(pool: rls.Pool) -> None:
+    there = rls.Pool.connect(pool.ref)
+    first, second = pool.claim(TASK, timeout=LONG), there.claim(TASK, timeout=LONG)
+    with pytest.raises(ClaimTimeoutError, match="ceiling of 2"):
+        there.claim(TASK, timeout=0.2)
+    ahead = there.claim_ahead(TASK)
+    first.release()
+    third = ahead.result(timeout=LONG)
+    assert third.run("cat a.txt").stdout == "hello\n"
+    third.release()
+    second.release()
+    there.close()
+    there.close()
+    with pytest.raises(PoolClosedError):
+        there.claim(TASK)
+    eventually(lambda: pool.stats().ready == 2)
+    assert pool.stats().died_claimed == 0
+
+
+def test_everything_a_sandbox_can_do_works_from_elsewhere(pool: rls.Pool) -> None:
+    with rls.Pool.connect(pool.ref) as there:
+        there.expect([TASK], group_size=2)
+        assert there.wait_ready(timeout=LONG) == 2
+        with there.claim(TASK, timeout=LONG) as sandbox:
+            sandbox.write_file("b.txt", "b")
+            snapshot = sandbox.snapshot(name="from-there")
+            assert sandbox.read_text("b.txt") == "b"
+        with snapshot.fork(2, timeout=LONG) as kids:
+            assert [k.read_text("b.txt") for k in kids] == ["b", "b"]
+        assert [s.id for s in pool.snapshots()] == [s.id for s in there.snapshots()] == ["from-there"]
+        snapshot.delete()
+        assert pool.snapshots() == []
+        sleeper = there.claim(TASK, timeout=LONG)
+        sleeper.run("echo z > z")
+        sleeper.hibernate()
+        assert pool.stats().claimed == 0
+        sleeper.restore(timeout=LONG)
+        assert sleeper.run("cat z").stdout == "z\n"
+        sleeper.release()
+        with pytest.raises(PrimeError, match="exited with 3"):
+            there.claim(rls.Task(id="bad", setup="exit 3"), timeout=LONG)
+        graded = rls.Task(id="g", grader=rls.Grader(command="test -e done"))
+        report = there.run_rollouts([graded], lambda sb, task: sb.run("touch done").exit_code, group_size=3)
+        assert report.mean_reward == 1.0
+    eventually(lambda: pool.stats().ready == 2)
+    assert [r.status for r in pool.report().records] == ["completed"] * 3, "the run's records are together"
+
+
+def test_a_release_in_the_middle_of_a_command(pool: rls.Pool) -> None:
+    with rls.Pool.connect(pool.ref) as there:
+        sandbox = there.claim(TASK, timeout=LONG)
+        sandbox.popen("yes; sleep 1000")
+        sandbox.release()
+        eventually(lambda: pool.stats().claimed == 0)
+    eventually(lambda: pool.stats().ready == 2)
+
+
+async def test_cancelled_claims_leak_nothing(pool: rls.Pool) -> None:
+    there = rls.AsyncPool.connect(pool.ref)
+    async with there:
+        for pause in (0, 0, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02):
+            claim = asyncio.ensure_future(there._claim(TASK, timeout=LONG))
+            await asyncio.sleep(pause)
+            claim.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await (await claim).release()
+        async with there.claim(TASK, timeout=LONG) as sandbox:
+            assert (await sandbox.run("ls")).stdout == "a.txt\n"
+    for _ in range(3000):
+        if pool.stats().ready == 2:
+            break
+        await asyncio.sleep(0.01)
+    assert pool.stats().ready == 2
+    assert pool.stats().claimed == 0
+
+
+def test_when_the_owner_closes(tmp_path: Path) -> None:
+    pool = rls.Pool(size=1, config=False, ledger=tmp_path)
+    ref = pool.ref
+    there = rls.Pool.connect(ref)
+    sandbox = there.claim(TASK, timeout=LONG)
+    pool.close()
+    eventually(lambda: sandbox.state == "dead")
+    with pytest.raises(PoolClosedError, match="has closed it or is gone"):
+        there.claim(TASK, timeout=LONG)
+    there.close()
+    with pytest.raises(PoolClosedError, match="has closed it or is gone"):
+        rls.Pool.connect(ref)
+
+
+def test_who_has_no_token_is_turned_away(pool: rls.Pool) -> None:
+    ref = pool.ref
+    assert os.stat(os.path.dirname(ref.path)).st_mode & 0o777 == 0o700
+    assert ref.token not in repr(ref)
+    wrong = rls.PoolRef(ref.path, "0" * 32, ref.host, ref.run, ref.pid)
+    with pytest.raises(PoolClosedError):
+        rls.Pool.connect(wrong)
+    elsewhere = rls.PoolRef(ref.path, ref.token, "another-machine", ref.run, ref.pid)
+    with pytest.raises(UnsupportedError, match="another-machine"):
+        rls.Pool.connect(elsewhere)
+    with rls.Pool.connect(ref) as there, there.claim(TASK, timeout=LONG) as sandbox:
+        assert sandbox.run("true").ok
