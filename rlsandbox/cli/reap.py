@@ -29,10 +29,7 @@ def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_j
 
     limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
     found = [item for item in leftovers() if time.time() - item.path.stat().st_mtime >= limit]
-    rows = [
-        {"run": item.run, "pid": item.pid, "path": str(item.path), "groups": len(item.groups)}
-        for item in found
-    ]
+    rows = [{"run": item.run, "pid": item.pid, "path": str(item.path), "group": item.group} for item in found]
     if not as_json:
         _print(rows)
     removed: list[str] = []
@@ -63,7 +60,12 @@ def _print(rows: list[dict[str, object]]) -> None:
     if not rows:
         click.echo("nothing is left of dead runs")
         return
-    table = Table("run", "process", "control groups", "directory")
+    table = Table("run", "process", "what", "directory")
     for row in rows:
-        table.add_row(str(row["run"]), str(row["pid"]), str(row["groups"]), str(row["path"]))
+        table.add_row(
+            str(row["run"]),
+            str(row["pid"]),
+            "control group" if row["group"] else "directory",
+            str(row["path"]),
+        )
     console().print(table)

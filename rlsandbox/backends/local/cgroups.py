@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import advice as _advice
 
+# A hub names its groups after its process and when that began.
+_HUB = re.compile(r"rlsandbox\.(\d+)\.(\d+)")
 CONTROLLERS = ("memory", "pids", "cpu", "freezer")
 
 
@@ -44,6 +47,36 @@ def find(proc: str = "/proc/self") -> Found:
             if _can_make(place, controller):
                 writable[controller] = place
     return Found(version, writable)
+
+
+def dead(proc: str = "/proc") -> list[tuple[int, Path]]:
+    """(process, directory) of the groups of hubs that are no more, wherever a hub of ours would make them."""
+    mounts, own = _mounts(Path(proc, "self/mountinfo")), _own(Path(proc, "self/cgroup"))
+    places: dict[Path, None] = {}
+    for controller, mount in mounts.items():
+        if controller not in own:
+            continue
+        place = _below(mount, own[controller])
+        # As far up as a hub looks.
+        while place.is_relative_to(mount[0]):
+            places[place] = None
+            place = place.parent
+    found = []
+    for place in places:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(place):
+                match = _HUB.fullmatch(name)
+                if match and _born(proc, match.group(1)) != match.group(2):
+                    found.append((int(match.group(1)), place / name))
+    return found
+
+
+def _born(proc: str, pid: str) -> str:
+    """When process *pid* began, as the kernel counts; empty when there is none."""
+    try:
+        return Path(proc, pid, "stat").read_text().rpartition(") ")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
 
 
 def advice(found: Found) -> str:

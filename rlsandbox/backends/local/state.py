@@ -21,7 +21,6 @@ import logging
 import os
 import platform
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from typing import Any
 
 from ... import _paths
 from ...errors import ConfigError, SandboxError
-from . import worker
+from . import cgroups, worker
 from .ids import IdMap
 
 log = logging.getLogger("rlsandbox.local")
@@ -44,18 +43,18 @@ class Leftover:
     """What a dead run has left.
 
     Args:
-        run: the name of its directory.
+        run: the name of its directory, or of its control group.
         path: that directory.
         pid: the process that it was.
-        groups: its control groups that still exist.
         places: directories elsewhere that hold upper layers of it.
+        group: whether it is a control group.
     """
 
     run: str
     path: Path
     pid: int
-    groups: tuple[Path, ...] = ()
     places: tuple[Path, ...] = ()
+    group: bool = False
 
 
 class RunState:
@@ -66,7 +65,6 @@ class RunState:
         self.name = path.name
         self._lock = lock
         self._pid = os.getpid()
-        self._groups: list[str] = []
         self._places: list[Path] = []
 
     @classmethod
@@ -95,14 +93,12 @@ class RunState:
         self._places.append(path)
         return _paths.private_directory(path)
 
-    def note(self, *, groups: Sequence[str] = (), places: Sequence[str] = ()) -> None:
+    def note(self, *, places: Sequence[str] = ()) -> None:
         """Write down, before it is made, what has to be removed if this process dies."""
-        self._groups += groups
         data = {
             "pid": os.getpid(),
             "machine": machine_id(),
             "started": time.time(),
-            "groups": self._groups,
             "places": [*map(str, self._places), *places],
         }
         half = self.path / "note.new"
@@ -146,21 +142,24 @@ async def reap(
         found = await asyncio.to_thread(lambda: list(_dead(home, locks, older_s)))
         for dead in found:
             try:
-                for group in dead.groups:
-                    await asyncio.to_thread(_remove_group, group)
-                for path in (*dead.places, dead.path):
-                    await worker.call("remove", {"path": str(path)}, ids)
+                if dead.group:
+                    await asyncio.to_thread(_remove_group, dead.path)
+                else:
+                    for path in (*dead.places, dead.path):
+                        await worker.call("remove", {"path": str(path)}, ids)
             except SandboxError as error:
                 log.warning("what run %s has left could not be removed: %s", dead.run, error)
                 kept.append(dead)
             else:
-                log.info("removed what run %s (process %d) had left", dead.run, dead.pid)
-                removed.append(dead)
+                (kept if dead.path.exists() else removed).append(dead)
     return removed, kept
 
 
 def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) -> Iterator[Leftover]:
     """Dead runs, each locked by us until *locks* ends: two reapers never work on one."""
+    for pid, group in cgroups.dead():
+        if time.time() - group.stat().st_mtime >= older_s:
+            yield Leftover(run=group.name, path=group, pid=pid, group=True)
     top = (home if home is not None else _paths.home()) / "local"
     try:
         names = sorted(os.listdir(top))
@@ -187,18 +186,15 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
                 continue  # it lives
             raise
         note = _read(path / "note.json")
-        host, _, boot = str(note.get("machine", "")).rpartition(" ")
-        here, _, now = machine_id().rpartition(" ")
-        if host != here:
+        # (a restart of this machine has ended the run as well)
+        if str(note.get("machine", "")).rpartition(" ")[0] != machine_id().rpartition(" ")[0]:
             continue
-        groups = [Path(group) for group in note.get("groups", [])] if boot == now else []
         # Only directories that are named after the run: a note cannot lead us to anything else.
         places = [Path(place) for place in note.get("places", []) if Path(place).name == f"rlsandbox-{name}"]
         yield Leftover(
             run=name,
             path=path,
             pid=int(note.get("pid", 0)),
-            groups=tuple(group for group in groups if group.is_dir()),
             places=tuple(place for place in places if place.is_dir() and not place.is_symlink()),
         )
 
@@ -212,29 +208,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _remove_group(group: Path) -> None:
-    """Remove a control group and all below it; processes that are still in one are killed."""
-    if "rlsandbox" not in str(group):
-        return  # a note that was tampered with names somebody else's
-    for top, names, _ in os.walk(group, topdown=False):
-        for name in [*(os.path.join(top, name) for name in names), top]:
-            for thaw, word in (("freezer.state", "THAWED"), ("cgroup.freeze", "0")):
-                with contextlib.suppress(OSError):  # the frozen cannot be killed (v1)
-                    Path(name, thaw).write_text(word)
-            for _ in range(100):
-                for pid in _read_lines(Path(name, "cgroup.procs")):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(int(pid), signal.SIGKILL)
-                try:
-                    os.rmdir(name)
-                    break
-                except FileNotFoundError:
-                    break
-                except OSError:
-                    time.sleep(0.01)  # the killed have not quite gone
+    """Remove a control group and those below it, unless processes are in one.
 
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().split()
-    except OSError:
-        return []
+    A dead hub's have died with it; what lives there belongs to a hub whose process ids are not ours.
+    """
+    for top, _, _ in os.walk(group, topdown=False):
+        with contextlib.suppress(OSError):
+            os.rmdir(top)

@@ -102,10 +102,9 @@ async def test_what_another_machine_left_is_not_judged(
     (path / "note.json").write_text(json.dumps(note))
     assert await reap(detect(), tmp_path) == ([], [])
     note["machine"] = state.machine_id().split()[0] + " an-earlier-start"
-    note["groups"] = ["/sys/fs/cgroup/rlsandbox-x"]
     (path / "note.json").write_text(json.dumps(note))
     ((found,), _) = await reap(detect(), tmp_path)
-    assert found.groups == (), "control groups did not outlive the restart"
+    assert found.path == path, "a restart of this machine has ended it"
     assert not path.exists()
 
 
@@ -118,7 +117,6 @@ async def test_a_note_leads_to_nothing_of_others(tmp_path: Path) -> None:
     (tmp_path / f"rlsandbox-{path.name}").symlink_to(precious)
     note = json.loads((path / "note.json").read_text())
     note["places"] = [str(precious), str(tmp_path / f"rlsandbox-{path.name}"), "/"]
-    note["groups"] = [str(precious)]
     (path / "note.json").write_text(json.dumps(note))
     ((found,), _) = await reap(detect(), tmp_path)
     assert found.places == ()
@@ -168,23 +166,29 @@ async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path
     writable = cgroups.find().writable
     if "pids" not in writable:
         pytest.skip("no control groups can be made here")
-    group = writable["pids"] / f"rlsandbox-test-{os.getpid()}"
-    (group / "inner").mkdir(parents=True)
     process = subprocess.Popen(["sleep", "600"])
+    group = (
+        writable["pids"] / f"rlsandbox.{process.pid}.1"
+    )  # that process began at another time: it is not the hub
+    alive = writable["pids"] / f"rlsandbox.{os.getpid()}.{cgroups._born('/proc', str(os.getpid()))}"
     try:
+        (group / "inner").mkdir(parents=True)
+        alive.mkdir()
         (group / "inner/cgroup.procs").write_text(str(process.pid))
-        dead, path, _ = other_run(tmp_path)
-        kill(dead)
-        note = json.loads((path / "note.json").read_text())
-        note["groups"] = [str(group)]
-        (path / "note.json").write_text(json.dumps(note))
-        ((found,), _) = await reap(detect(), tmp_path)
-        assert found.groups == (group,)
+        found = [item for item in leftovers(tmp_path) if item.path in (group, alive)]
+        assert [(item.path, item.pid, item.group) for item in found] == [(group, process.pid, True)]
+        _, kept = await reap(detect(), tmp_path)
+        assert group in [item.path for item in kept], "what is in use is somebody's, whatever its name says"
+        assert process.poll() is None
+        process.kill()
+        process.wait()
+        removed, _ = await reap(detect(), tmp_path)
+        assert group in [item.path for item in removed]
         assert not group.exists()
-        assert process.wait(10) == -signal.SIGKILL
+        assert alive.exists()
     finally:
         process.kill()
         process.wait()
-        for left in (group / "inner", group):
+        for left in (group / "inner", group, alive):
             if left.exists():
                 left.rmdir()
