@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,3 +157,24 @@ def test_humaneval_in_groups_of_4_in_one_pool_of_16(tmp_path: Path) -> None:
         assert stats.created <= 32
         failing = rewards(pool.run_rollouts(tasks, broken, concurrency=16))
         assert set(failing.values()) == {0.0}
+
+
+def test_the_running_python_where_the_system_has_none(
+    pool: rls.Pool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("rlsandbox.tasks._host.BASE_PATH", str(tmp_path))
+    (task,) = rls.load_tasks("demo", limit=1)
+    with pool.claim(task, timeout=60) as sandbox:
+        assert sandbox.run("command -v python3").stdout.startswith(sys.prefix)
+        assert (
+            sandbox.run("python3 -c 'import sys; print(sys.base_prefix)'").stdout.strip() == sys.base_prefix
+        )
+    assert rewards(pool.run_rollouts([task], canonical)) == {task.id: 1.0}
+
+
+def test_a_task_without_a_grader_says_so_when_asked_to_grade(pool: rls.Pool) -> None:
+    with (
+        pool.claim(rls.Task(id="no grader"), timeout=60) as sandbox,
+        pytest.raises(rls.errors.ConfigError, match="no grader"),
+    ):
+        sandbox.grade()
