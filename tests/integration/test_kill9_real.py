@@ -76,7 +76,10 @@ def test_killed_with_real_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         sleeper = sandbox.popen("sleep 100000")
         before = set(keepers())
         mounts = Path("/proc/self/mountinfo").read_text().count("\n")
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
         handed_out: set[str] = set()
         for number in range(KILLS):
             victim = subprocess.Popen(
@@ -86,6 +89,12 @@ def test_killed_with_real_sandboxes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             try:
                 if number:  # else: while it opens
                     assert victim.stdout.readline() == "open\n"
+                for _ in range(
+                    number % 3
+                ):  # some only once records have been handed out, however slow we are
+                    line = victim.stdout.readline()
+                    assert line.endswith(" completed\n"), line
+                    handed_out.add(line.split()[0])
                 time.sleep(rng.uniform(0, 0.6))
             finally:
                 victim.send_signal(signal.SIGKILL)

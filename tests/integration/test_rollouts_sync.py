@@ -308,7 +308,7 @@ print("came through", flush=True)
 
 @pytest.mark.parametrize("how", ["async iterate", "async run", "sync iterate", "sync run", "own loop"])
 def test_ctrl_c_stops_the_batch_and_loses_nothing(tmp_path: Path, how: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
         [sys.executable, "-c", VICTIM, how, str(tmp_path)],
         stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT,
