@@ -340,6 +340,11 @@ static _Noreturn void run_program(struct inside *in, uint8_t *body)
         env_default(env, &v, "USER", in->name);
         env_default(env, &v, "LOGNAME", in->name);
         env_default(env, &v, "SHELL", in->shell);
+    } else { /* root's usual ones, read from nowhere: most commands come this way */
+        env_default(env, &v, "HOME", "/root");
+        env_default(env, &v, "USER", "root");
+        env_default(env, &v, "LOGNAME", "root");
+        env_default(env, &v, "SHELL", "/bin/sh");
     }
     exec_path(argv, env);
     fail(&e, errno, "start %.200s", argv[0]);

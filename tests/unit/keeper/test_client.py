@@ -23,7 +23,7 @@ from tests.unit.keeper.peer import Peer, pair
 
 async def soon(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - what is waited for has no event
+        while not condition():
             await asyncio.sleep(0.001)
 
 
