@@ -20,8 +20,9 @@ from rlsandbox.backends.local import Local
 from rlsandbox.backends.local.ids import detect
 from rlsandbox.backends.local.state import leftovers, reap
 from rlsandbox.errors import ConfigError, ImageError, ProvisionError, SandboxDiedError, UnsupportedError
+from rlsandbox.keeper.client import KeeperClient
 from rlsandbox.spec import Spec
-from tests.support.inside import inside
+from tests.support.inside import Inside, inside
 
 TREE = Path(__file__).resolve().parents[2]
 
@@ -159,7 +160,7 @@ async def test_a_base_can_be_an_image(tmp_path: Path) -> None:
 async def test_the_hub_killed_is_told_and_replaced() -> None:
     async with local() as backend:
         async with inside(backend) as box:
-            hub = backend._hub
+            hub = backend._hubs.alive
             assert hub is not None
             assert hub.process is not None
             hub.process.send_signal(signal.SIGKILL)
@@ -189,10 +190,39 @@ async def test_closing_twice_and_without_a_start(home: Path) -> None:
     assert list((home / "local").iterdir()) == []
 
 
-async def test_unisolated_only_by_name() -> None:
+async def test_unisolated_only_by_name(tmp_path: Path) -> None:
     async with local() as backend:
+        async with inside(backend, name="isolated") as box:
+            assert box.member.facts["isolation"] == "auto"
+        bare = Spec(isolation="none")
         with pytest.warns(RuntimeWarning, match="commands run unisolated"):
-            await backend.provision(Spec(isolation="none"), member="bare", labels={}, deadline=30)
+            member = await backend.provision(bare, member="bare", labels={}, deadline=30)
+        assert (member.facts["isolation"], member.facts["mode"]) == ("none", "replace")
+        workdir = Path(member.facts["workdir"])
+        client = await KeeperClient.open(*await backend.connect(member))
+        box = Inside(backend, member, client, backend.environment(bare))
+        assert await box.out("echo $$ > file; id -u; readlink /proc/self/ns/pid", cwd=str(workdir)) == (
+            f"{os.getuid()}\n{os.readlink('/proc/self/ns/pid')}"
+        ), "this is the machine itself"
+        assert (workdir / "file").exists()
+        await box.client.spawn(["sleep", "4711.5"])
+        assert sleepers("4711.5")
+        await client.aclose()
+        await backend.dispose(member)
+        assert not workdir.exists()
+        for pid in sleepers("4711.5"):
+            await asyncio.wait_for(gone(pid), 60)
+        with pytest.raises(UnsupportedError, match="an image cannot be used without isolation"):
+            await backend.provision(
+                Spec(isolation="none", image=str(tmp_path)), member="no", labels={}, deadline=30
+            )
+
+
+async def test_a_backend_without_isolation_says_so(tmp_path: Path) -> None:
+    async with local(isolation="none") as backend:
+        found = await backend.capabilities()
+        assert found.reset_modes == {"replace"}
+        assert not found.snapshot
 
 
 VICTIM = """
@@ -211,7 +241,7 @@ async def main():
         os.close(1)
         import time
         time.sleep(600)
-    print(backend._hub.process.pid, child, flush=True)
+    print(backend._hubs.alive.process.pid, child, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -255,7 +285,7 @@ from rlsandbox.backends.local import Local
 from rlsandbox.errors import SandboxError
 from rlsandbox.spec import Spec
 sys.path.insert(0, ".")
-from tests.support.inside import inside
+from tests.support.inside import Inside, inside
 async def main():
     backend = Local()
     try:
@@ -296,6 +326,20 @@ def test_forbidden_user_namespaces_name_what_to_set() -> None:
     assert answer["error"] == "UnsupportedError"
     assert "user namespace" in str(answer["message"])
     assert "sysctl -w user.max_user_namespaces=65536" in str(answer["hint"])
+
+
+def test_where_nothing_can_be_isolated_only_none_works() -> None:
+    """... and an isolated sandbox is refused, whichever was asked for first."""
+    bare = PROGRAM.replace("Spec()", 'Spec(isolation="none")').replace("ls /home", "echo here")
+    answer = unshared(FORBID, bare)
+    assert answer == {"ids": "host", "out": "0\nhere"}
+    both = PROGRAM.replace(
+        "async with",
+        'await backend.provision(Spec(isolation="none"), member="x", labels={}, deadline=9)\n        async with',
+    )
+    answer = unshared(FORBID, both)
+    assert answer["error"] == "UnsupportedError"
+    assert "user.max_user_namespaces" in str(answer["hint"])
 
 
 def test_doctor_where_user_namespaces_are_forbidden() -> None:

@@ -65,6 +65,13 @@ def mounts() -> str:
     return f"in a container start it with: {DOCKER_MOUNTS}; on a bare machine run as root or look at its LSM"
 
 
+def seccomp() -> str:
+    """How to get filters of system calls."""
+    if container():
+        return f"start the container with: {DOCKER_USERNS}"
+    return "a kernel with CONFIG_SECCOMP_FILTER"
+
+
 def advice(said: str) -> str:
     """The remedy for what the keeper said it could not do; empty when there is none to tell."""
     text = said.lower()

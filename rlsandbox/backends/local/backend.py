@@ -11,26 +11,23 @@ import errno
 import logging
 import os
 import platform
+import shutil
 import socket
 import warnings
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, UnsupportedError
-from ...keeper.build import keeper_binary
 from ...keeper.connection import KeeperFailure, facts_of
-from ...keeper.hubclient import HubClient
 from ...keeper.wire import Tag
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member
-from . import limits, state, worker
-from .advice import advice
-from .ids import chosen, detect
-from .roots import Root, Roots
-from .state import RunState
+from . import limits
+from .advice import advice, mounts
+from .hubs import Hubs
+from .roots import Root
 
 log = logging.getLogger("rlsandbox.local")
 
@@ -44,6 +41,7 @@ class _Place:
     labels: Mapping[str, str]
     member: Member
     stream: socket.socket | None = field(repr=False)
+    workdir: str | None = None  # without isolation: to be removed with the member
 
 
 class Local(Backend):
@@ -72,28 +70,24 @@ class Local(Backend):
         self._base = base
         self._mode = mode
         self._upper = upper
-        self._hub_lock = asyncio.Lock()
-        self._hub: HubClient | None = None
+        self._hubs = Hubs(upper)
         self._places: dict[str, _Place] = {}
-        self._roots: Roots | None = None
-        self._run: RunState | None = None
-        self._upper_place: Path | None = None
+        self._warned = False
 
     def __repr__(self) -> str:
-        state = "idle" if self._hub is None else f"{len(self._places)} members"
+        state = "idle" if self._hubs.alive is None else f"{len(self._places)} members"
         return f"Local({state})"
 
     async def capabilities(self) -> Capabilities:
-        hub = await self._started()
-        facts = await hub.probe()
-        modes = {name for name in ("overlay", "userns") if facts.get(f"mode.{name}", "ok") == "ok"}
+        hub = await self._hubs.get(self._isolation)
+        bare = self._isolation == "none"
         return Capabilities(
-            reset_modes=frozenset({self._mode} if self._mode else modes),
+            reset_modes=frozenset({"replace"} if bare else self._modes(await hub.probe())),
             adopt=False,
             pause=True,
-            snapshot=True,
+            snapshot=not bare,
             max_writes_per_s=None,
-            shared_layers=True,
+            shared_layers=not bare,
         )
 
     async def provision(
@@ -102,9 +96,8 @@ class Local(Backend):
         isolation = self._isolation_of(spec)
         try:
             async with asyncio.timeout(deadline):
-                hub = await self._started()
-                assert self._roots is not None
-                root = await self._roots.get(self._filled(spec))
+                hub = await self._hubs.get(isolation)
+                root = await self._root(self._filled(spec), member, isolation)
                 stream, reply = await hub.create(member, **self._fields(spec, root, isolation))
         except TimeoutError:
             raise ProvisionError(f"sandbox {member} was not made within {deadline:g} s") from None
@@ -113,7 +106,15 @@ class Local(Backend):
         facts = {**limits.of(spec).facts(), **facts_of(reply), **root.facts}
         facts |= {"mode": reply.text(Tag.MODE), "isolation": isolation}
         made = Member(id=member, node=platform.node(), facts=facts)
-        self._places[member] = _Place(dict(labels), made, stream)
+        workdir = facts["workdir"] if isolation == "none" else None
+        self._places[member] = _Place(dict(labels), made, stream, workdir)
+        if self._upper != "tmpfs" and facts.get("limit.disk") == "tmpfs":
+            await self.dispose(made)
+            raise UnsupportedError(
+                "the keeper keeps what episodes write on a tmpfs only",
+                phase="provision",
+                hint='upper="tmpfs"',
+            )
         return made
 
     async def connect(self, member: Member) -> tuple[StreamReader, StreamWriter]:
@@ -131,8 +132,10 @@ class Local(Backend):
         place = self._places.pop(member.id, None)
         if place is not None and place.stream is not None:
             place.stream.close()
-        hub = self._hub
-        if hub is None or hub.lost.done():
+        if place is not None and place.workdir is not None:
+            await asyncio.to_thread(shutil.rmtree, place.workdir, ignore_errors=True)
+        hub = self._hubs.alive
+        if hub is None:
             return  # the hub took all of them along
         try:
             await hub.dispose(member.id)
@@ -144,8 +147,8 @@ class Local(Backend):
                 raise
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[Member]:
-        hub = self._hub
-        if hub is None or hub.lost.done():
+        hub = self._hubs.alive
+        if hub is None:
             return []
         alive = set(await hub.members())
         return [
@@ -155,92 +158,53 @@ class Local(Backend):
         ]
 
     async def give_layer(self, layer: str, member: Member) -> bool:
-        if self._hub is None or self._hub.lost.done():
+        hub = self._hubs.alive
+        if hub is None:
             return False
         try:
-            await self._hub.give_layer(layer, member.id)
+            await hub.give_layer(layer, member.id)
         except KeeperFailure as error:
             log.warning("layer %s could not be given to sandbox %s: %s", layer, member.id, error)
             return False
         return True
 
     async def drop_layer(self, layer: str) -> None:
-        if self._hub is None or self._hub.lost.done():
+        hub = self._hubs.alive
+        if hub is None:
             return
         try:
-            await self._hub.drop_layer(layer)
+            await hub.drop_layer(layer)
         except KeeperFailure as error:
             if error.errno != errno.ENOENT:
                 raise
 
     def environment(self, spec: Spec) -> Mapping[str, str]:
-        return self._roots.environment(self._filled(spec)) if self._roots is not None else {}
+        if self._isolation_of(spec) == "none":
+            return {"PATH": os.environ.get("PATH", os.defpath)}
+        roots = self._hubs.roots
+        return roots.environment(self._filled(spec)) if roots is not None else {}
 
     def check_size(self, size: int, spec: Spec) -> None:
         """Raise ConfigError when *size* sandboxes of *spec* can never fit this machine."""
         limits.check_size(size, spec)
 
     async def close(self) -> None:
-        hub, self._hub = self._hub, None
         for place in self._places.values():
             if place.stream is not None:
                 place.stream.close()
         self._places.clear()
-        if hub is not None:
-            await hub.aclose()
-        run, self._run = self._run, None
-        if run is not None:
-            await self._forget(run)
+        await self._hubs.close()
 
-    # The hub
-
-    async def _forget(self, run: RunState) -> None:
-        """The hub is gone, and with it all that used the run's directories."""
-        if self._upper_place is not None:
-            await worker.call("remove", {"path": str(self._upper_place)}, detect())
-        self._upper_place = None
-        run.end()
-
-    async def _started(self) -> HubClient:
-        async with self._hub_lock:
-            if self._hub is not None and self._hub.lost.done():
-                log.warning("%s; starting another one", self._hub.lost.result())
-                await self._hub.aclose()
-                self._hub = None
-                self._places.clear()
-            if self._hub is None:
-                if self._run is None:
-                    self._run = await asyncio.to_thread(RunState.begin)
-                    await self._reap()
-                    if self._upper != "tmpfs":
-                        self._upper_place = await asyncio.to_thread(self._run.place, self._upper)
-                binary = await asyncio.to_thread(keeper_binary)
-                self._hub = await self._start(binary)
-                # Files on disk must fit the map of ids that the hub has chosen.
-                self._roots = Roots(chosen(self._hub.facts.get("ids", "")))
-            return self._hub
-
-    @staticmethod
-    async def _reap() -> None:
-        """Remove what dead runs have left. That some of it stays is no reason not to work."""
-        try:
-            await state.reap(detect())
-        except OSError as error:
-            log.warning("the state of dead runs could not be read: %s", error)
-
-    @staticmethod
-    async def _start(binary: Path) -> HubClient:
-        try:
-            return await HubClient.start(binary)
-        except ProvisionError as error:
-            hint = advice(error.message)
-            if error.kind != "hub_failed":
-                raise
+    def _modes(self, probed: Mapping[str, str]) -> set[str]:
+        """The reset modes that work here and are wanted."""
+        wanted = (self._mode,) if self._mode else ("overlay", "userns")
+        working = {mode for mode in wanted if probed.get(f"mode.{mode}", "ok") == "ok"}
+        if not working:
+            said = ", ".join(f"{mode}: {probed[f'mode.{mode}']}" for mode in wanted)
             raise UnsupportedError(
-                f"no sandbox can be made on this machine: {error.message}",
-                phase="provision",
-                hint=hint or "rlsandbox doctor",
-            ) from error
+                f"episodes cannot be reset on this machine ({said})", phase="provision", hint=mounts()
+            )
+        return working
 
     def _filled(self, spec: Spec) -> Spec:
         return spec if spec.image is not None or self._base is None else Spec(image=self._base).over(spec)
@@ -252,19 +216,36 @@ class Local(Backend):
                 "the local backend has no gvisor isolation",
                 hint='isolation="auto", or the kubernetes backend with a gvisor runtime class',
             )
-        if isolation == "none":
+        return isolation
+
+    async def _root(self, spec: Spec, member: str, isolation: str) -> Root:
+        if isolation != "none":
+            assert self._hubs.roots is not None
+            return await self._hubs.roots.get(spec)
+        if spec.image is not None:
+            raise UnsupportedError(
+                "an image cannot be used without isolation: commands run on this machine's own files",
+                hint='leave image out, or isolation="auto"',
+            )
+        if not self._warned:
+            self._warned = True
             text = "isolation='none': commands run unisolated, with this user's rights over this machine"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
             log.warning("%s", text)
-        return isolation
+        # Nothing can be put back, but at least each sandbox begins in an empty directory of its own.
+        assert self._hubs.run is not None
+        workdir = self._hubs.run.path / "work" / member
+        await asyncio.to_thread(workdir.mkdir, mode=0o700, parents=True)
+        return Root(facts={"base": "machine", "workdir": str(workdir)})
 
     def _fields(self, spec: Spec, root: Root, isolation: str) -> dict[str, Any]:
         allowed = limits.of(spec)
+        place = self._hubs.upper_place
         return {
             "root": list(root.lowers),
             "overlay": [f"{target}={lower}" for target, lower in root.overlays],
             "bind": [f"{target}={source}" for target, source in root.binds],
-            "upper": "tmpfs" if self._upper_place is None else f"disk:{self._upper_place}",
+            "upper": "tmpfs" if place is None else f"disk:{place}",
             "upper_bytes": allowed.disk,
             "upper_inodes": allowed.inodes,
             "memory_bytes": allowed.memory,

@@ -1,52 +1,16 @@
-"""Where this process may make control groups, found out by making one."""
+"""Control groups of hubs: those that dead ones left, and how to get them where there are none."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import advice as _advice
 
 # A hub names its groups after its process and when that began.
 _HUB = re.compile(r"rlsandbox\.(\d+)\.(\d+)")
-CONTROLLERS = ("memory", "pids", "cpu", "freezer")
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was found.
-
-    Args:
-        version: ``v1``, ``v2`` or empty.
-        writable: for each controller, the directory in which a group could be made.
-    """
-
-    version: str
-    writable: dict[str, Path] = field(default_factory=dict)
-
-
-def find(proc: str = "/proc/self") -> Found:
-    """Try to make a group below the own one, for each controller."""
-    mounts = _mounts(Path(proc, "mountinfo"))
-    own = _own(Path(proc, "cgroup"))
-    writable: dict[str, Path] = {}
-    version = ""
-    for controller in CONTROLLERS:
-        if controller in own and controller in mounts:
-            version = "v1"
-            place = _below(mounts[controller], own[controller])
-            if _can_make(place, None):
-                writable[controller] = place
-    if not version and "" in own and "" in mounts:
-        version = "v2"
-        place = _below(mounts[""], own[""])
-        for controller in CONTROLLERS:
-            if _can_make(place, controller):
-                writable[controller] = place
-    return Found(version, writable)
 
 
 def dead(proc: str = "/proc") -> list[tuple[int, Path]]:
@@ -79,9 +43,9 @@ def _born(proc: str, pid: str) -> str:
         return ""
 
 
-def advice(found: Found) -> str:
+def advice() -> str:
     """How to get groups of one's own."""
-    if found.version == "v2" and os.geteuid() != 0:
+    if "" in _mounts(Path("/proc/self/mountinfo")) and os.geteuid() != 0:
         return "start the program with: systemd-run --user --scope -p Delegate=yes COMMAND"
     if _advice.container():
         return (
@@ -122,21 +86,3 @@ def _below(mount: tuple[Path, str], group: str) -> Path:
     place, root = mount
     inside = group.removeprefix(root) if root != "/" and group.startswith(root) else group
     return place / inside.lstrip("/")
-
-
-def _can_make(place: Path, controller: str | None) -> bool:
-    sample = place / f"rlsandbox-probe-{os.getpid()}"
-    try:
-        sample.mkdir()
-    except OSError:
-        return False
-    try:
-        if controller is None:
-            return True
-        available = (sample / "cgroup.controllers").read_text().split()
-        return controller in available or controller == "freezer"
-    except OSError:
-        return False
-    finally:
-        with contextlib.suppress(OSError):
-            sample.rmdir()

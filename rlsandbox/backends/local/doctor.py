@@ -8,58 +8,21 @@ one without which something is weaker or missing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import platform
-import resource
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from ... import _paths
 from ...errors import SandboxError
 from ...keeper import build
 from ...keeper.client import KeeperClient
 from ...keeper.hubclient import HubClient
 from ...spec import Spec
-from . import advice, cgroups, limits
+from . import advice, cgroups
 from .backend import Local
-
-Status = Literal["ok", "warn", "fail"]
-MIB = 1 << 20
-_NETWORK_DISKS = {
-    "nfs",
-    "nfs4",
-    "lustre",
-    "cifs",
-    "smb3",
-    "ceph",
-    "gpfs",
-    "9p",
-    "afs",
-    "fuse.sshfs",
-    "beegfs",
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One thing that was looked at.
-
-    Args:
-        name: what.
-        status: ``ok``, ``warn`` or ``fail``.
-        found: what was found, and what it means.
-        fix: what to do; empty when there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
+from .surroundings import Row, surroundings
 
 
 @dataclass(frozen=True)
@@ -87,7 +50,7 @@ async def examine() -> Diagnosis:
     if rows[-1].status != "fail":
         rows += await _namespaces()
         rows.append(await _sandbox())
-    rows += await asyncio.to_thread(_surroundings)
+    rows += await asyncio.to_thread(surroundings)
     return Diagnosis(tuple(rows))
 
 
@@ -141,6 +104,8 @@ _PROBES: tuple[tuple[str, str, bool, str, Callable[[], str]], ...] = (
     ("overlay_whiteout", "overlay deletions", True, "files of the base can be deleted", advice.mounts),
     ("overlay_whiteout_mkdir", "overlay mkdir over one", True, "and made anew as directories", advice.mounts),
     ("overlay_unmount", "overlay unmount", True, "a reset lets go of the old view", advice.mounts),
+    ("overlay_layers", "overlay layers", True, "setups are primed once, snapshots are forked", advice.mounts),
+    ("seccomp", "seccomp", True, "dangerous system calls are refused", advice.seccomp),
     ("fresh_proc", "a /proc of its own", False, "ps and psutil see the episode only", advice.mounts),
 )
 _IDS = {
@@ -175,10 +140,38 @@ async def _namespaces() -> list[Row]:
     told = facts.pop("ids", "")
     if told in _IDS:
         rows.append(_IDS[told])
-    rows += [
-        Row(key.replace("_", " "), "ok" if said == "ok" else "warn", said)
-        for key, said in sorted(facts.items())
-    ]
+    rows += _limits(facts)
+    return rows
+
+
+def _limits(facts: dict[str, str]) -> list[Row]:
+    """By which means a sandbox's limits hold."""
+    groups = {name: facts.get(f"cgroup.{name}", "none") for name in ("memory", "pids", "cpu")}
+    weaker = {"memory": "by a watchdog", "pids": "by an rlimit", "cpu": "not at all"}
+    missing = [name for name, said in groups.items() if said == "none"]
+    if missing:
+        held = ", ".join(f"{name} is held {weaker[name]}" for name in missing)
+        rows = [
+            Row(
+                "control groups",
+                "warn",
+                f"none can be made for {', '.join(missing)}: {held}",
+                cgroups.advice(),
+            )
+        ]
+    else:
+        rows = [
+            Row(
+                "control groups",
+                "ok",
+                f"{groups['memory']}: memory, processes and cpu are held by the kernel",
+            )
+        ]
+    if facts.get("freezer", "none") == "none":
+        text = "none: a paused sandbox's processes are stopped one by one"
+        rows.append(Row("freezer", "warn", text, cgroups.advice()))
+    else:
+        rows.append(Row("freezer", "ok", f"{facts['freezer']}: a sandbox is paused as a whole"))
     return rows
 
 
@@ -214,131 +207,3 @@ async def _sandbox() -> Row:
         return Row("a sandbox", "fail", error.message, error.hint)
     finally:
         await backend.close()
-
-
-def _surroundings() -> list[Row]:
-    rows = [_cgroups(), _seccomp(), _memory(), *_disk(), _counts()]
-    found = shutil.which("skopeo")
-    rows.append(
-        Row("skopeo", "ok", f"{found}: images can be named by registry reference")
-        if found
-        else Row(
-            "skopeo",
-            "warn",
-            "missing: images come from files only (OCI layout, docker save)",
-            "Debian: apt-get install skopeo",
-        )
-    )
-    try:
-        from compression import zstd  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-
-        rows.append(Row("zstd", "ok", "layers compressed with zstd can be read"))
-    except ImportError:
-        try:
-            import zstandard  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
-
-            rows.append(Row("zstd", "ok", "layers compressed with zstd can be read"))
-        except ImportError:
-            text = "layers compressed with zstd cannot be read"
-            rows.append(Row("zstd", "warn", text, "pip install zstandard"))
-    runsc = shutil.which("runsc")
-    if runsc:
-        text = f"{runsc}: used by the kubernetes backend's runtime classes, not by this one"
-        rows.append(Row("gVisor", "ok", text))
-    return rows
-
-
-def _cgroups() -> Row:
-    found = cgroups.find()
-    missing = [name for name in ("memory", "pids", "cpu") if name not in found.writable]
-    if not missing:
-        return Row(
-            "cgroups", "ok", f"{found.version}, writable: memory, processes and cpu are held by the kernel"
-        )
-    return Row(
-        "cgroups",
-        "warn",
-        f"{found.version or 'none'}, not writable for {', '.join(missing)}: a watchdog, and none for cpu",
-        cgroups.advice(found),
-    )
-
-
-def _seccomp() -> Row:
-    fields = {}
-    with contextlib.suppress(OSError), open("/proc/self/status") as file:
-        fields = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
-    if "Seccomp" not in fields:
-        fix = "a kernel with CONFIG_SECCOMP_FILTER"
-        return Row("seccomp", "warn", "this kernel has none: episodes may try every system call", fix)
-    if fields["Seccomp"].strip() != "0":
-        return Row("seccomp", "ok", "there, and a filter is on this process already (a container's?)")
-    return Row("seccomp", "ok", "there")
-
-
-def _memory() -> Row:
-    have = limits.machine_memory()
-    each = limits.of(Spec()).memory
-    text = f"{have // MIB} MiB; a sandbox may use {each // MIB} MiB unless its spec says otherwise"
-    if have < 1024 * MIB:
-        return Row("memory", "warn", text, 'name a small limit: Spec(memory="128MiB")')
-    return Row("memory", "ok", text)
-
-
-def _disk() -> list[Row]:
-    rows = []
-    for name, path, fix in (
-        ("state", _paths.home(), "RLSANDBOX_HOME"),
-        ("cache", _paths.cache(), "RLSANDBOX_CACHE"),
-    ):
-        try:
-            _paths.private_directory(path)
-            space = os.statvfs(path)
-        except OSError as error:
-            text = f"{path}: {error.strerror}"
-            rows.append(Row(name, "fail", text, f"set {fix} to a directory of yours"))
-            continue
-        kind = _filesystem(path)
-        free = space.f_bavail * space.f_frsize
-        text = f"{path} ({kind}, {free // MIB} MiB free)"
-        if kind in _NETWORK_DISKS:
-            rows.append(Row(name, "warn", f"{text}: a network disk", f"set {fix} to a local directory"))
-        elif free < 1024 * MIB:
-            rows.append(Row(name, "warn", f"{text}: little room for images", f"free some, or set {fix}"))
-        else:
-            rows.append(Row(name, "ok", text))
-    return rows
-
-
-def _filesystem(path: Path) -> str:
-    """The type of the filesystem that *path* is on."""
-    best, kind = "", "unknown"
-    real = os.path.realpath(path)
-    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
-        for line in file:
-            _, place, found, *_ = line.split(" ")
-            place = place.encode().decode("unicode_escape")
-            if len(place) >= len(best) and (place == "/" or f"{real}/".startswith(f"{place}/")):
-                best, kind = place, found
-    return kind
-
-
-def _counts() -> Row:
-    """How many sandboxes the machine's counters allow."""
-    hard = resource.getrlimit(resource.RLIMIT_NPROC)[1]
-    found: list[tuple[int, str, str]] = []
-    # Each sandbox: two user namespaces, about three processes.
-    for name, each in (
-        ("user.max_user_namespaces", 2),
-        ("user.max_mnt_namespaces", 3),
-        ("kernel.pid_max", 8),
-    ):
-        with contextlib.suppress(OSError, ValueError):
-            value = int(Path("/proc/sys", name.replace(".", "/")).read_text())
-            found.append((value // each, f"{name}={value}", f"sysctl -w {name}={max(65536, value * 4)}"))
-    if os.geteuid() != 0 and hard != resource.RLIM_INFINITY:
-        found.append((hard // 8, f"ulimit -u {hard}", "raise nproc in /etc/security/limits.conf"))
-    if not found:
-        return Row("counters", "ok", "no limit was found")
-    least, what, fix = min(found)
-    text = f"room for about {least} sandboxes ({what})"
-    return Row("counters", "ok" if least >= 512 else "warn", text, "" if least >= 512 else fix)

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,11 @@ class Root:
         facts: what is told about it.
     """
 
-    lowers: tuple[str, ...]
-    overlays: tuple[tuple[str, str], ...]
-    binds: tuple[tuple[str, str], ...]
-    env: Mapping[str, str]
-    facts: Mapping[str, str]
+    lowers: tuple[str, ...] = ()
+    overlays: tuple[tuple[str, str], ...] = ()
+    binds: tuple[tuple[str, str], ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
 
 
 class Roots:
