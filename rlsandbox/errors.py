@@ -113,7 +113,7 @@ class ProvisionError(SandboxError):
 
 
 class ThrottledError(ProvisionError):
-    """The control plane was asked too much (HTTP 429); nothing was made. ``retry_after``: seconds, if it said."""
+    """Asked too much of the control plane (HTTP 429); nothing was made. ``retry_after``: seconds, if told."""
 
     default_kind = "throttled"
     retry_after: float | None = None
@@ -184,7 +184,7 @@ class ProcessesRunningError(SandboxStateError):
 
 
 class LimitReachedError(SandboxError):
-    """The attempt has used up one of its :class:`~rlsandbox.Limits`; it ends as truncated and is graded as it is.
+    """The attempt has used up one of its :class:`~rlsandbox.Limits`: truncated, and graded as it is.
 
     ``limit`` says which one: ``"steps"`` or ``"wall"``.
     """

@@ -58,7 +58,7 @@ class Credentials:
 
 
 def fact_fields(line: str) -> list[str]:
-    """The fields of a fact as they were; bytes that are no UTF-8 become surrogates, as in :func:`os.fsdecode`."""
+    """The fields of a fact as they were; bytes that are no UTF-8 become surrogates (:func:`os.fsdecode`)."""
     if "\\" not in line:
         return line.split("\t")
     return [os.fsdecode(_ESCAPE.sub(_byte, item).encode("latin-1")) for item in line.split("\t")]
@@ -110,7 +110,7 @@ class Inspector(Protocol):
     def sockets(self) -> Iterable[SocketInfo]: ...
 
     def facts(self, kind: str) -> Sequence[str]:
-        """Raw facts of one kind (``mount``, ``ipc``, ``ns``, ``env``, ``fd``, ``key``, ``limit`` ...), a line each.
+        """Raw facts of one kind (``mount``, ``ipc``, ``ns``, ``env``, ``fd``, ``key`` ...), a line each.
 
         :func:`fact_fields` splits a line.
         """
@@ -133,7 +133,7 @@ class Resetter(Inspector, Protocol):
     """What a reset policy may do; everything acts from outside the episode."""
 
     def remove(self, path: str) -> None:
-        """Put *path* back to its baseline: what the episode made is gone, what it changed or deleted is back."""
+        """Put *path* back to its baseline: what was made is gone, what was changed or deleted is back."""
         ...
 
     def kill_all(self) -> None:
@@ -164,7 +164,7 @@ class Rollout:
     _checkpoint: Callable[[Any], Any] | None = field(default=None, repr=False, compare=False)
 
     def checkpoint(self, state: Any = None) -> Snapshot:
-        """Keep the sandbox's files and a copy of *state*: should this attempt break, the next one starts there.
+        """Keep files and a copy of *state*: should this attempt break, the next one starts there.
 
         Raises:
             SandboxStateError: called outside the policy that the rollout belongs to.
@@ -182,7 +182,7 @@ class Specs:
 
     @hookspec
     def rlsandbox_prime(self, task: Task, sandbox: Any) -> None:
-        """After a task's files and setup are in place and before its primed layer is sealed; *sandbox* is a Sandbox."""
+        """After a task's files and setup, before its primed layer is sealed; *sandbox* is a Sandbox."""
 
     @hookspec
     def rlsandbox_reset(self, resetter: Resetter) -> None:

@@ -1,7 +1,8 @@
 """What a sandbox is made from (:class:`Spec`) and the limits of one attempt (:class:`Limits`).
 
 Both are frozen, keyword-only, picklable and copy to themselves. Sizes are integers in bytes or
-strings: ``"512MiB"`` and ``"512Mi"`` are 2**20-based, ``"512M"`` and ``"512MB"`` 10**6-based. Times are seconds.
+strings: ``"512MiB"`` and ``"512Mi"`` are 2**20-based, ``"512M"`` and ``"512MB"`` 10**6-based. Times are
+seconds.
 """
 
 from __future__ import annotations

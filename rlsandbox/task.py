@@ -96,7 +96,7 @@ class Task(_Data):
 
     @property
     def layer_key(self) -> str | None:
-        """Digest of setup, files and workdir: the primed layer's name. None when there is nothing to prime."""
+        """Digest of setup, files and workdir: the primed layer's name. None: there is nothing to prime."""
         if not self.files and not self.setup and not self.workdir:
             return None
         cached: str | None = self.__dict__.get("_layer_key")

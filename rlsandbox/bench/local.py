@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import rlsandbox as rls
-
 from ..metrics import Samples
+from ..pool.sync import Pool
 from . import measure
 
 
@@ -178,7 +177,7 @@ def run_local(
     few = max(2, samples // 10)
     machine = {"machine": machine_id().split()[0][:8], **_machine()}
     for number in range(rounds):
-        with rls.Pool("local", size=4, config=False) as pool:
+        with Pool("local", size=4, config=False) as pool:
             pool.wait_ready(4, timeout=60)
             jobs: dict[str, Callable[[], list[float] | None]] = {
                 "popen": lambda: measure.popen_first_byte(samples),

@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import rlsandbox as rls
-
 from ..errors import SandboxError
+from ..pool.sync import Pool
+from ..spec import Spec
+from ..task import Task
 
 ECHO = ["/bin/echo", "hi"]
 TRUE = ["/bin/true"]
 REPOSITORY_FILES = 7000
-TASK = rls.Task(id="bench")
+TASK = Task(id="bench")
 
 Clock = Callable[[], float]
 
@@ -52,7 +53,7 @@ def popen_to_end(n: int) -> list[float]:
     return _timed(lambda: subprocess.run(ECHO, stdout=subprocess.PIPE, check=True), n)
 
 
-def warm_first_byte(pool: rls.Pool, n: int) -> list[float]:
+def warm_first_byte(pool: Pool, n: int) -> list[float]:
     """Claim a ready sandbox, start a program in it, read its first byte."""
     times = []
     for _ in range(n):
@@ -70,11 +71,11 @@ def warm_first_byte(pool: rls.Pool, n: int) -> list[float]:
 def cold_first_byte(n: int) -> list[float]:
     """The same where no sandbox is ready: it is made for the claim."""
     times = []
-    with rls.Pool("local", size=1, max_size=n + 1, config=False) as pool:
+    with Pool("local", size=1, max_size=n + 1, config=False) as pool:
         pool.wait_ready(1, timeout=60)
         for i in range(n):
             # a spec of its own each time, so that nothing that is ready fits
-            task = rls.Task(id=f"cold-{i}", spec=rls.Spec(labels={"bench": str(i)}))
+            task = Task(id=f"cold-{i}", spec=Spec(labels={"bench": str(i)}))
             start = time.perf_counter()
             sandbox = pool.claim(task, timeout=60)
             process = sandbox.popen(ECHO)
@@ -85,14 +86,14 @@ def cold_first_byte(n: int) -> list[float]:
     return times
 
 
-def command(pool: rls.Pool, n: int) -> list[float]:
+def command(pool: Pool, n: int) -> list[float]:
     """A command in a claimed sandbox, to its end."""
     with pool.claim(TASK, timeout=60) as sandbox:
         sandbox.run(ECHO)
         return _timed(lambda: sandbox.run(ECHO), n)
 
 
-def resets(pool: rls.Pool, n: int, dirt: str | None) -> list[float]:
+def resets(pool: Pool, n: int, dirt: str | None) -> list[float]:
     """What a reset takes, after *dirt* (a script) was done in the sandbox."""
     before = len(pool.metrics.reset.values())
     for _ in range(n):
@@ -166,11 +167,11 @@ class Held:
 
 
 @contextlib.contextmanager
-def _filled(n: int) -> Iterator[tuple[rls.Pool, float, int]]:
+def _filled(n: int) -> Iterator[tuple[Pool, float, int]]:
     before = memory_available()
     start = time.perf_counter()
     # claims take no part here, so making them may use all the machine has
-    pool = rls.Pool("local", size=n, max_size=n, max_creating=16, config=False)
+    pool = Pool("local", size=n, max_size=n, max_creating=16, config=False)
     try:
         ready = pool.wait_ready(n, timeout=600)
         if ready < n:

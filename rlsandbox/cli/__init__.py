@@ -16,7 +16,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "See it work: a claim, a fix, a grade, a reset, then the demo.",
     ),
     "run": ("rlsandbox.cli.run", "Run tasks with a policy; table, plot, gate for CI."),
-    "bench": ("rlsandbox.bench.cli", "Measure this machine: TTFC, resets, memory, as ratios."),
+    "bench": ("rlsandbox.cli.bench", "Measure this machine: TTFC, resets, memory, as ratios."),
     "doctor": (
         "rlsandbox.cli.doctor",
         "What this machine offers, what is missing, how to get it.",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from ..cli.common import console, json_option, print_json, writable_file
-from .local import LocalReport, run_local
+from .common import console, json_option, print_json, writable_file
+from ..bench.local import LocalReport, run_local
 
 
 @click.group()
