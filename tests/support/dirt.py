@@ -2,8 +2,8 @@
 
 Each script runs with ``sh -eu`` in the task's repository. Exit status 77 with a line on stderr means that the
 sandbox (or the kernel) refuses to have this kind of dirt; that is told, and counts as refused, not as planted.
-Helpers of the prologue: ``py`` runs Python, ``bg`` starts a program in the background and waits until it has
-printed a line, ``refused`` ends with 77.
+Helpers of the prologue: ``py`` runs Python, ``seen`` waits until a command line fits (so that no shell is caught
+before its exec), ``bg`` starts a program in the background and waits until it has printed a line, ``refused`` ends with 77.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ cd /work/repo
 export GIT_AUTHOR_NAME=b GIT_AUTHOR_EMAIL=b@x GIT_COMMITTER_NAME=b GIT_COMMITTER_EMAIL=b@x
 refused() { echo "$*" >&2; exit 77; }
 py() { python3 -c "$@"; }
+seen() { until cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\0' ' ' | grep -q -e "$1"; do :; done; }
 bg() { rm -f /tmp/.up; mkfifo /tmp/.up; "$@" >/tmp/.up 2>/dev/null & read -r _ </tmp/.up || true; rm -f /tmp/.up; }
 """
 
@@ -75,10 +76,18 @@ FILES = [
     Dirt("tracked file edited", "echo x >> src/one.py", "workdir", "/work/repo/src/one.py"),
     Dirt("tracked file deleted", "rm src/one.py", "workdir", "/work/repo/src/one.py"),
     Dirt(
-        "file re-created with the same content and time",
-        "cp -p src/one.py /tmp/keep; rm src/one.py; cp -p /tmp/keep src/one.py; rm /tmp/keep",
+        "file re-created with another content of the same size, and its time",
+        "cp -p src/one.py /tmp/keep; rm src/one.py; tr o x < /tmp/keep > src/one.py;"
+        " touch -r /tmp/keep src/one.py; rm /tmp/keep",
         "workdir",
         "/work/repo/src/one.py",
+    ),
+    # All that differs is its inode: the directory's time tells.
+    Dirt(
+        "file re-created with its content and time",
+        "cp -p src/one.py /tmp/keep; rm src/one.py; cp -p /tmp/keep src/one.py; rm /tmp/keep",
+        "workdir",
+        "/work/repo/src",
     ),
     Dirt("mode", "chmod 0777 run.sh", "workdir", "/work/repo/run.sh"),
     Dirt(
@@ -138,7 +147,7 @@ os.setxattr("/tmp/capable", "security.capability", struct.pack("<5I", 0x02000001
         "deep path",
         "d=build; i=0; while [ $i -lt 60 ]; do d=$d/deep; i=$((i+1)); done; mkdir -p $d; echo x > $d/f",
         "workdir",
-        "/deep/deep/f",
+        "/work/repo/build/deep/deep/deep",
     ),
     Dirt("fifo", "mkfifo build/pipe", "workdir", "/work/repo/build/pipe"),
     Dirt("setuid copy of a shell", "cp /bin/sh /tmp/sh; chmod 4755 /tmp/sh", "tmp", "/tmp/sh"),
@@ -206,7 +215,7 @@ PYTHON = [
 GIT = [
     _git("skip-worktree edit", "git update-index --skip-worktree src/one.py; echo evil >> src/one.py", "/work/repo/.git/index: src/one.py"),
     _git("assume-unchanged edit", "git update-index --assume-unchanged src/two.py; echo evil >> src/two.py", "/work/repo/.git/index: src/two.py"),
-    _git("hook", "printf '#!/bin/sh\\n' > .git/hooks/pre-commit; chmod +x .git/hooks/pre-commit", "/.git/hooks/pre-commit"),
+    _git("hook", "mkdir -p .git/hooks; printf '#!/bin/sh\\n' > .git/hooks/pre-commit; chmod +x .git/hooks/pre-commit", "/.git/hooks/pre-commit"),
     _git("hooks path", "git config core.hooksPath /tmp/hooks", "/.git/config"),
     _git("config include", "git config include.path /tmp/evil.conf", "/.git/config"),
     _git("alias", "git config alias.status '!true'", "/.git/config"),
@@ -233,16 +242,16 @@ GIT = [
 ]  # fmt: skip
 
 PROCESSES = [
-    Dirt("background process", "sleep 4711 >/dev/null 2>&1 &", "process", "sleep 4711"),
-    Dirt("setsid daemon", "setsid sleep 4712 >/dev/null 2>&1 &", "process", "sleep 4712"),
-    Dirt("double fork", "(setsid sh -c 'sleep 4713 & exit' >/dev/null 2>&1 &)", "process", "sleep 4713"),
+    Dirt("background process", "sleep 4711 >/dev/null 2>&1 & seen '[s]leep 4711'", "process", "sleep 4711"),
+    Dirt("setsid daemon", "setsid sleep 4712 >/dev/null 2>&1 & seen '[s]leep 4712'", "process", "sleep 4712"),
+    Dirt("double fork", "(setsid sh -c '\"$0\" 4713 & exit' sleep >/dev/null 2>&1 &); seen '[s]leep 4713'", "process", "sleep 4713"),
     Dirt("process that ignores TERM", "bg sh -c 'trap \"\" TERM HUP INT; echo up; exec sleep 4714'", "process", "sleep 4714"),
-    Dirt("stopped process", "sleep 4715 >/dev/null 2>&1 & kill -STOP $!", "process", "sleep 4715"),
+    Dirt("stopped process", "sleep 4715 >/dev/null 2>&1 & seen '[s]leep 4715'; kill -STOP $!", "process", "sleep 4715"),
     Dirt("zombie", "bg py 'import os, time\nif os.fork() == 0: os._exit(0)\nprint(\"up\", flush=True); time.sleep(4716)'", "process", "time.sleep(4716)"),
     Dirt("hundred processes", "i=0; while [ $i -lt 100 ]; do sleep 4717 >/dev/null 2>&1 & i=$((i+1)); done", "process", "sleep 4717"),
-    Dirt("deleted program", "cp $(command -v sleep) /tmp/s; if /tmp/s 0 2>/dev/null; then /tmp/s 4718 >/dev/null 2>&1 & else cp $(command -v sleep) /tmp/sleep; /tmp/sleep 4718 >/dev/null 2>&1 & fi; rm -f /tmp/s /tmp/sleep", "process", "4718"),
+    Dirt("deleted program", "p=/usr/bin/sleep; test -x $p || p=/bin/sleep; cp $p /tmp/s; if /tmp/s 0 2>/dev/null; then /tmp/s 4718 >/dev/null 2>&1 & else mv /tmp/s /tmp/sleep; /tmp/sleep 4718 >/dev/null 2>&1 & fi; seen '[s]l*e*e*p* 4718'; rm -f /tmp/s /tmp/sleep", "process", "4718"),
     Dirt("writer that goes on during the reset", "bg sh -c 'echo up; while :; do echo x >> /tmp/late; echo x >> /work/repo/late; echo x > /dev/shm/late; done'", "process", "while :"),
-    Dirt("token on a command line", "sh -c 'sleep 4719; : tok-on-cmdline-123' >/dev/null 2>&1 &", "process", "[redacted]"),
+    Dirt("token on a command line", "sh -c 'sleep 4719; : tok-on-cmdline-123' >/dev/null 2>&1 & seen '[t]ok-on-cmdline'", "process", "[redacted]"),
     Dirt("TCP listener", "bg py 'import socket, time\ns = socket.socket(); s.bind((\"0.0.0.0\", 8471)); s.listen(); print(\"up\", flush=True); time.sleep(4720)'", "socket", "tcp 0.0.0.0:8471"),
     Dirt("TCP listener on IPv6", "bg py 'import socket, time\ntry: s = socket.socket(socket.AF_INET6); s.bind((\"::1\", 8472)); s.listen()\nexcept OSError: s = None\nprint(\"up\", flush=True); time.sleep(4721 if s else 0)' ; grep -q :2118 /proc/net/tcp6 || refused 'no IPv6 loopback here'", "socket", ":8472"),
     Dirt("UDP socket", "bg py 'import socket, time\ns = socket.socket(type=socket.SOCK_DGRAM); s.bind((\"127.0.0.1\", 8473)); print(\"up\", flush=True); time.sleep(4722)'", "socket", "udp 127.0.0.1:8473"),
