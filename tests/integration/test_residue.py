@@ -29,7 +29,7 @@ GROUP = 12
 HELD = [Credentials("lease-1", env={f"TOKEN_{n}": value for n, value in enumerate(SECRETS)})]
 
 CENSUS = r"""
-import hashlib, os, sys
+import hashlib, os, stat, sys
 def told(top, whole):
     for d, ds, fs in os.walk(top):
         ds.sort()
@@ -38,12 +38,15 @@ def told(top, whole):
             p = os.path.join(d, n)
             s = os.lstat(p)
             what = [p, oct(s.st_mode), s.st_uid, s.st_gid]
-            if not p.startswith("/dev/pts") and not os.path.ismount(p):
-                folder = os.path.isdir(p)
+            folder = stat.S_ISDIR(s.st_mode)
+            if not p.startswith("/dev/pts") and not (folder and os.path.ismount(p)):
                 what += [0 if folder else s.st_size, 0 if folder else s.st_nlink]
                 what.append(0 if p.startswith("/dev") else s.st_mtime_ns)
-            if os.path.islink(p): what.append(os.readlink(p))
-            elif os.path.isfile(p) and s.st_size < 1 << 16:
+            if p.startswith("/usr/"):  # a hundred thousand of them: names, owners, sizes and times must do
+                print(*what)
+                continue
+            if stat.S_ISLNK(s.st_mode): what.append(os.readlink(p))
+            elif stat.S_ISREG(s.st_mode) and s.st_size < 1 << 16:
                 what.append(hashlib.md5(open(p, "rb").read()).hexdigest())
             try: names = os.listxattr(p, follow_symlinks=False)
             except OSError: names = []
@@ -139,7 +142,9 @@ class Suite:
         )
 
     async def census(self, *, whole: bool = False) -> list[str]:
-        ran = await self.where.run(["python3", "-B", "-c", CENSUS, *(["whole"] if whole else [])], timeout_s=300)
+        ran = await self.where.run(
+            ["python3", "-B", "-c", CENSUS, *(["whole"] if whole else [])], timeout_s=300
+        )
         assert ran.code == 0, ran.err[-2000:]
         return ran.out.splitlines()
 
@@ -164,9 +169,10 @@ def difference(before: list[str], after: list[str]) -> str:
     )
 
 
-async def every_kind(suite: Suite, told: Told) -> None:
+async def every_kind(suite: Suite, told: Told, *, whole: bool) -> None:
+    """*whole*: at the end compare every file of the root; else all but those under /usr."""
     pristine = await suite.census()
-    whole = await suite.census(whole=True)
+    everything = await suite.census(whole=whole)
     await suite.reset()
     assert await suite.verify() == []
     since: list[str] = []
@@ -203,8 +209,8 @@ async def every_kind(suite: Suite, told: Told) -> None:
     await suite.reset()
     if left := await suite.verify():
         told.failures.append(f"all at once: left after the reset: {left[:8]}")
-    if (now := await suite.census(whole=True)) != whole:
-        told.failures.append(f"all at once: the next episode differs: {difference(whole, now)}")
+    if (now := await suite.census(whole=whole)) != everything:
+        told.failures.append(f"all at once: the next episode differs: {difference(everything, now)}")
 
 
 @pytest.mark.parametrize("user", [ROOT, USER])
@@ -220,7 +226,9 @@ async def test_every_kind_is_found_and_gone(
     async with local(mode) as backend, place(backend, Spec(image=image, memory="2GiB", pids=400)) as where:
         if user == USER and where.client.welcome.facts.get("ids") == "one":
             pytest.skip("one uid only here: there is no other user")
-        await every_kind(await primed(where, user), told)
+        # the machine's /usr has a hundred thousand files: once is enough
+        whole = base == "image" or (mode, user) == ("overlay", ROOT)
+        await every_kind(await primed(where, user), told, whole=whole)
     assert not told.failures, "\n".join(told.failures)
     assert told.planted >= 60, "the suite must plant at least 60 kinds"
 
