@@ -8,7 +8,6 @@ import io
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -23,6 +22,7 @@ from rlsandbox.spec import Spec
 from tests.support import make_image
 from tests.support.inside import inside
 from tests.support.make_image import d, docker_archive, f, layer, link, oci_layout, sha256
+from tests.support.ordinary import USER, Ordinary, make_ordinary
 
 needs_busybox = pytest.mark.skipif(make_image.busybox() is None, reason=make_image.NO_BUSYBOX)
 CONFIG = {
@@ -355,44 +355,8 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def ordinary(tmp_path: Path) -> str:
-    """A Python snippet runner as the user `ordinary`, with the sources where that user can read them."""
-    if os.geteuid() != 0 or subprocess.run(["id", "ordinary"], capture_output=True).returncode != 0:
-        pytest.skip("needs root and a user called ordinary")
-    return "ordinary"
-
-
-SETPRIV = [
-    shutil.which("setpriv") or "setpriv",
-    *("--reuid=ordinary", "--regid=ordinary", "--init-groups"),
-]
-
-
-def as_ordinary(code: str, tmp_path: Path, *, path: str | None = None) -> str:
-    tree = Path(__file__).resolve().parents[2]
-    copy = tmp_path / "tree"
-    if not copy.exists():
-        shutil.copytree(tree / "rlsandbox", copy / "rlsandbox", ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copytree(tree / "tests", copy / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-    for parent in [tmp_path, *list(tmp_path.parents)[:-2]]:
-        os.chmod(parent, os.stat(parent).st_mode | 0o755)
-    home = tmp_path / "ordinary"
-    home.mkdir(exist_ok=True)
-    shutil.chown(home, "ordinary", "ordinary")
-    done = subprocess.run(
-        [*SETPRIV, "/usr/bin/python3", "-c", code],
-        env={
-            "PATH": path or "/usr/sbin:/usr/bin:/sbin:/bin",
-            "PYTHONPATH": str(copy),
-            "RLSANDBOX_HOME": str(home),
-            "HOME": str(home),
-        },
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def ordinary(tmp_path: Path) -> Ordinary:
+    return make_ordinary(tmp_path)
 
 
 UNPACK = """
@@ -425,13 +389,14 @@ OWNED = [
 ]
 
 
-def test_a_user_with_a_range_keeps_owners(tmp_path: Path, ordinary: str) -> None:
+def test_a_user_with_a_range_keeps_owners(tmp_path: Path, ordinary: Ordinary) -> None:
     if shutil.which("newuidmap") is None or not any(
-        line.startswith("ordinary:") for line in Path("/etc/subuid").read_text().splitlines()
+        line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines()
     ):
         pytest.skip("newuidmap (package uidmap) or the user's range in /etc/subuid is missing")
     path = docker_archive(tmp_path / "i.tar", [layer(entries) for entries in OWNED])
-    out = as_ordinary(UNPACK.format(path=str(path)), tmp_path).splitlines()
+    path.chmod(0o644)
+    out = ordinary.program(UNPACK.format(path=str(path))).splitlines()
     kind, uids, found = json.loads(out[0])
     start = uids[1][1]
     assert kind == "range"
@@ -441,11 +406,11 @@ def test_a_user_with_a_range_keeps_owners(tmp_path: Path, ordinary: str) -> None
     assert out[1] == "False", "files of foreign ids are removed from within the namespace"
 
 
-def test_a_user_without_a_range_owns_all(tmp_path: Path, ordinary: str) -> None:
+def test_a_user_without_a_range_owns_all(tmp_path: Path, ordinary: Ordinary) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
     path = docker_archive(tmp_path / "i.tar", [layer(entries) for entries in OWNED])
-    out = as_ordinary(UNPACK.format(path=str(path)), tmp_path, path=str(tools)).splitlines()
+    out = ordinary.program(UNPACK.format(path=str(path)), path=str(tools)).splitlines()
     kind, uids, found = json.loads(out[0])
     assert kind == "one"
     assert {(status[1], status[2]) for status in found.values()} == {(uids[0][1], uids[0][1])}

@@ -160,7 +160,7 @@ async def test_a_base_can_be_an_image(tmp_path: Path) -> None:
 async def test_the_hub_killed_is_told_and_replaced() -> None:
     async with local() as backend:
         async with inside(backend) as box:
-            hub = backend._hubs.alive
+            hub = backend._hub
             assert hub is not None
             assert hub.process is not None
             hub.process.send_signal(signal.SIGKILL)
@@ -241,7 +241,7 @@ async def main():
         os.close(1)
         import time
         time.sleep(600)
-    print(backend._hubs.alive.process.pid, child, flush=True)
+    print(backend._hub.process.pid, child, flush=True)
     await asyncio.sleep(600)
 asyncio.run(main())
 """
@@ -387,3 +387,60 @@ def test_doctor_where_all_is_well() -> None:
     for row in report["rows"]:
         assert set(row) == {"name", "status", "found", "fix"}
         assert row["status"] == "ok" or row["fix"], f"what is not well comes with what to do: {row}"
+
+
+AS_USER = """
+import asyncio, json, sys
+from rlsandbox.backends.local import Local
+from rlsandbox.spec import Spec
+from tests.support.inside import inside
+async def main():
+    backend = Local()
+    found = {}
+    try:
+        for name, spec in (("host", Spec()), ("image", Spec(image=sys.argv[1]))):
+            async with inside(backend, spec, name=name) as box:
+                found["ids"] = box.member.facts["ids"]
+                found[name] = await box.out("id -u; cat /proc/self/uid_map | wc -l; touch /root/x /workspace && echo wrote")
+                if name == "image":
+                    found["owners"] = await box.out("stat -c %u:%g /home/agent /opt/shared /usr/bin/busybox")
+                    found["deleted"] = (await box.sh("test -e /opt/data/001"))[0]
+                    if box.member.facts["ids"] != "one":
+                        found["agent"] = await box.out("id -un; echo x > ~/f && stat -c %U ~/f", user="agent")
+    finally:
+        await backend.close()
+    print(json.dumps(found))
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("ids", ["range", "one"])
+def test_as_an_ordinary_user(tmp_path: Path, ids: str) -> None:
+    from tests.support import make_image
+    from tests.support.ordinary import USER, make_ordinary
+
+    if make_image.busybox() is None:
+        pytest.skip(make_image.NO_BUSYBOX)
+    ordinary = make_ordinary(tmp_path)
+    if ids == "range" and (
+        shutil.which("newuidmap") is None
+        or not any(line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines())
+    ):
+        pytest.skip("newuidmap (package uidmap) or the user's range in /etc/subuid is missing")
+    layers = [make_image.busybox_layer(), make_image.many_files_layer(300), make_image.changes_layer()]
+    image = make_image.oci_layout(tmp_path / "image", layers)
+    subprocess.run(["chmod", "-R", "a+rX", image], check=True)
+    # The keeper looks for newuidmap in its own PATH: without a range of its own the user has one id.
+    hidden = ("unshare", "-m", "sh", "-c", 'mount --bind /dev/null /etc/subuid; exec "$@"', "sh")
+    done = ordinary.run("-c", AS_USER, str(image), through=hidden if ids == "one" else ())
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["ids"] == ids
+    assert found["host"].endswith("wrote")
+    assert found["image"].endswith("wrote")
+    assert found["deleted"] == 1
+    if ids == "range":
+        assert found["owners"] == "1000:1000\n0:50\n0:0"
+        assert found["agent"] == "agent\nagent"
+    else:
+        assert found["owners"] == "0:0\n0:0\n0:0"

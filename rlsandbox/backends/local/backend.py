@@ -21,6 +21,7 @@ from typing import Any
 
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, UnsupportedError
 from ...keeper.connection import KeeperFailure, facts_of
+from ...keeper.hubclient import HubClient
 from ...keeper.wire import Tag
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member
@@ -77,6 +78,10 @@ class Local(Backend):
     def __repr__(self) -> str:
         state = "idle" if self._hubs.alive is None else f"{len(self._places)} members"
         return f"Local({state})"
+
+    @property
+    def _hub(self) -> HubClient | None:
+        return self._hubs.alive
 
     async def capabilities(self) -> Capabilities:
         hub = await self._hubs.get(self._isolation)

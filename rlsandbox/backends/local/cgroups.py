@@ -43,6 +43,22 @@ def _born(proc: str, pid: str) -> str:
         return ""
 
 
+def memory_limit(proc: str = "/proc") -> int | None:
+    """Bytes that the own group and those above it allow (a batch system's, a container's); None: no limit."""
+    mounts, own = _mounts(Path(proc, "self/mountinfo")), _own(Path(proc, "self/cgroup"))
+    least: int | None = None
+    for controller, file in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        if controller not in mounts or controller not in own:
+            continue
+        place = _below(mounts[controller], own[controller])
+        while place.is_relative_to(mounts[controller][0]):
+            with contextlib.suppress(OSError, ValueError):
+                found = int((place / file).read_text())
+                least = found if least is None else min(least, found)
+            place = place.parent
+    return least
+
+
 def advice() -> str:
     """How to get groups of one's own."""
     if "" in _mounts(Path("/proc/self/mountinfo")) and os.geteuid() != 0:

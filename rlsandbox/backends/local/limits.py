@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from dataclasses import dataclass
 
 from ...errors import ConfigError
 from ...spec import Spec
+from . import cgroups
 
 MIB = 1 << 20
 PIDS = 1024
@@ -56,23 +59,12 @@ def of(spec: Spec) -> Allowed:
     )
 
 
+@functools.cache
 def machine_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its own cgroup's when that is less."""
-    total = 0
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemTotal:"):
-                total = int(line.split()[1]) * 1024
-                break
-    for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            total = min(total, int(text)) if total else int(text)
-    return total
+    """Bytes of memory that this process may use: the machine's, or its control group's when that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    group = cgroups.memory_limit()
+    return total if group is None else min(total, group)
 
 
 def check_size(size: int, spec: Spec) -> None:

@@ -20,6 +20,10 @@ from .image import Image, Images
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PYTHON = "python"
+_TELLING = (
+    *("/etc", "/etc/passwd", "/etc/group", "/etc/ld.so.cache", "/etc/alternatives", "/etc/ssl/certs"),
+    *("/etc/resolv.conf", "/etc/hosts", "/var/lib/dpkg/status"),
+)
 _OURS = ("/", "/proc", "/sys", "/dev", "/etc", "/usr", "/bin", "/sbin", "/lib", "/tmp", "/run", "/var")
 
 
@@ -57,7 +61,7 @@ class Roots:
         key = _key(spec)
         async with self._locks.setdefault(key, asyncio.Lock()):
             image = await self._images.get(spec.image) if spec.image is not None else None
-            known = (*key, image.lowers if image is not None else ())
+            known = (*key, image.lowers if image is not None else await asyncio.to_thread(_host_state))
             root = self._roots.get(known)
             if root is None:
                 root = await self._make(spec, image)
@@ -139,6 +143,18 @@ def _kind(path: str) -> str:
 
 def _inside(path: str, directories: tuple[str, ...]) -> bool:
     return any(path == directory or path.startswith(directory.rstrip("/") + "/") for directory in directories)
+
+
+def _host_state() -> tuple[object, ...]:
+    """Changes when the host's base has to be looked at again: accounts, libraries, packages."""
+    found: list[object] = []
+    for path in _TELLING:
+        try:
+            status = os.stat(path)
+        except OSError:
+            continue
+        found.append((path, status.st_ino, status.st_mtime_ns))
+    return tuple(found)
 
 
 def _key(spec: Spec) -> tuple[Any, ...]:

@@ -215,3 +215,27 @@ def test_a_pool_that_can_never_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError) as caught:
         limits.check_size(9000, Spec())
     assert caught.value.hint == "size=8192"
+
+
+def test_the_limit_of_the_own_group_counts(tmp_path: Path) -> None:
+    """As a batch system or a container sets it, in either version, on the group itself or above it."""
+    from rlsandbox.backends.local import cgroups
+
+    mount = tmp_path / "cgroup"
+    (mount / "job/step").mkdir(parents=True)
+    proc = tmp_path / "proc/self"
+    proc.mkdir(parents=True)
+    for kind, controllers, file in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
+        (proc / "mountinfo").write_text(f"30 1 0:26 / {mount} rw shared:9 - {kind} cgroup rw,{controllers}\n")
+        (proc / "cgroup").write_text(f"0:{controllers}:/job/step\n")
+        (mount / "job/step" / file).write_text("max\n")
+        assert cgroups.memory_limit(str(tmp_path / "proc")) is None
+        (mount / "job" / file).write_text("4096\n")
+        assert cgroups.memory_limit(str(tmp_path / "proc")) == 4096
+        (mount / "job/step" / file).write_text("8192\n")
+        assert cgroups.memory_limit(str(tmp_path / "proc")) == 4096
+    # A container's mount shows its own part only.
+    (proc / "mountinfo").write_text(f"30 1 0:26 /docker/abc {mount} rw - cgroup2 cgroup rw\n")
+    (proc / "cgroup").write_text("0::/docker/abc\n")
+    (mount / "memory.max").write_text("77\n")
+    assert cgroups.memory_limit(str(tmp_path / "proc")) == 77
