@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .ledger.report import Report
     from .metrics import Metrics, Series, Summary
     from .pool import AsyncClaim, AsyncPool, Claim, Pool, PoolRef, PoolStats
+    from .pool.policy import AsyncRollout
     from .sandbox import (
         AsyncProcess,
         AsyncSandbox,
@@ -40,6 +41,7 @@ _LAZY = {
     "AsyncClaim": "pool",
     "AsyncPool": "pool",
     "AsyncProcess": "sandbox",
+    "AsyncRollout": "pool.policy",
     "AsyncSandbox": "sandbox",
     "AsyncSandboxes": "sandbox",
     "AsyncSession": "sandbox",
@@ -68,6 +70,7 @@ __all__ = [
     "AsyncClaim",
     "AsyncPool",
     "AsyncProcess",
+    "AsyncRollout",
     "AsyncSandbox",
     "AsyncSandboxes",
     "AsyncSession",

@@ -35,6 +35,7 @@ from .command import (
 from .host import Budget, Host, SandboxLimits
 
 if TYPE_CHECKING:
+    from ..pool.policy import AsyncRollout
     from .core import AsyncSandbox
 
 State = Literal["ready", "paused", "hibernated", "graded", "released", "dead"]
@@ -85,7 +86,7 @@ class SandboxBase:
         host: Host,
         base_env: Mapping[str, str] | None = None,
         workdir: str | None = None,
-        rollout: Any = None,
+        rollout: AsyncRollout | None = None,
         facts: Mapping[str, str] | None = None,
     ) -> None:
         self.id = id
@@ -93,7 +94,8 @@ class SandboxBase:
         self.spec = spec
         self.node = node
         self.reset_mode = reset_mode or client.welcome.mode
-        self.rollout = rollout
+        self.rollout: AsyncRollout | None = rollout
+        """Which attempt of what this is; None outside rollouts."""
         self.budget: Budget | None = None
         self.outcome: Outcome | None = None
         """Of :meth:`grade`, once it has given one."""

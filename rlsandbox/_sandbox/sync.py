@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from .._portal import Portal
 from ..results import CommandResult, FileInfo, Outcome, Stream
@@ -19,6 +19,9 @@ from .core import AsyncSandbox, Progress
 from .host import AsyncSnapshot, SandboxLimits
 from .process import AsyncProcess
 from .session import AsyncSession
+
+if TYPE_CHECKING:
+    from ..hooks import Rollout
 
 
 class _CM:
@@ -146,10 +149,11 @@ class Snapshot:
 class Sandbox(_CM):
     """A ready sandbox, held for one attempt: see :class:`AsyncSandbox`. Leaving the block releases it."""
 
-    def __init__(self, sandbox: AsyncSandbox, portal: Portal, rollout: Any = None) -> None:
+    def __init__(self, sandbox: AsyncSandbox, portal: Portal, rollout: Rollout | None = None) -> None:
         self._async = sandbox
         self._portal = portal
-        self.rollout = rollout
+        self.rollout: Rollout | None = rollout
+        """Which attempt of what this is; None outside rollouts."""
 
     def __repr__(self) -> str:
         return repr(self._async).replace("AsyncSandbox", "Sandbox", 1)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "Local": ".local",
-    "Kubernetes": ".kubernetes",
     "Simulated": ".simulated",
     "keeper_binary": "..keeper.build",
 }
@@ -25,6 +24,10 @@ __all__ = ["Backend", "Capabilities", "Local", "Member", "keeper_binary"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Kubernetes":  # the same answer as by name, where it or what it needs is not installed
+        from .registry import backend_class
+
+        return backend_class("kubernetes")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -32,7 +32,7 @@ def load_backend(name: str, options: Mapping[str, Any] | None = None) -> Backend
         ConfigError: nobody has that name, or its constructor does not know an option.
         UnsupportedError: what it needs is not installed.
     """
-    factory = _factory(name)
+    factory = backend_class(name)
     options = dict(options or {})
     try:
         signature = inspect.signature(factory)
@@ -56,7 +56,8 @@ def load_backend(name: str, options: Mapping[str, Any] | None = None) -> Backend
     return backend
 
 
-def _factory(name: str) -> Any:
+def backend_class(name: str) -> Any:
+    """What makes the backend called *name*; raises as :func:`load_backend` does."""
     points = {point.name: point.value for point in importlib.metadata.entry_points(group=GROUP)}
     target = {**BUILTIN, **points}.get(name)
     if target is None:

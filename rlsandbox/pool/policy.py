@@ -15,10 +15,13 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .._loops import outside
 from ..task import Task
+
+if TYPE_CHECKING:
+    from ..sandbox import AsyncSnapshot
 
 T = TypeVar("T")
 Policy = Callable[[Any, Task], Any]
@@ -59,7 +62,7 @@ class AsyncRollout:
     state: Any
     _checkpoint: Callable[[Any], Awaitable[Any]]
 
-    async def checkpoint(self, state: Any = None) -> Any:
+    async def checkpoint(self, state: Any = None) -> AsyncSnapshot:
         """Keep the sandbox's files and a copy of *state*: if this attempt breaks, the next one starts there.
 
         It replaces the checkpoint before it, whose snapshot is deleted.
@@ -68,7 +71,8 @@ class AsyncRollout:
             ProcessesRunningError: commands still run; nothing has changed.
             ConfigError: *state* cannot be copied.
         """
-        return await self._checkpoint(state)
+        snapshot: AsyncSnapshot = await self._checkpoint(state)
+        return snapshot
 
 
 @dataclass

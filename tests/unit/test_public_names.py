@@ -1,0 +1,127 @@
+"""Public names are there, come from where they are promised, and errors are what callers catch."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import inspect
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+import rlsandbox as rls
+from rlsandbox import errors
+
+NAMES = {
+    "rlsandbox": """
+        AsyncClaim AsyncPool AsyncProcess AsyncRollout AsyncSandbox AsyncSandboxes AsyncSession AsyncSnapshot
+        Claim CommandResult Failure FileInfo Grader Limits Metrics Outcome Pool PoolRef PoolStats Process
+        Record Report Rollout Sandbox SandboxEnv SandboxVectorEnv Sandboxes Series Session Snapshot Spec
+        Summary Task hookimpl load_tasks
+    """,
+    "rlsandbox.backends": "Backend Capabilities Local Member Simulated keeper_binary",
+    "rlsandbox.hooks": "Credentials Inspector Resetter Residue Rollout hookimpl hookspec",
+    "rlsandbox.metrics": "export_otel serve_prometheus",
+    "rlsandbox.testing": "BackendConformance LyingBackend VirtualClock",
+}
+TREE = {
+    "ConfigError": ("SandboxError", "ValueError"),
+    "UnsupportedError": ("SandboxError",),
+    "PoolClosedError": ("SandboxError", "RuntimeError"),
+    "ClaimTimeoutError": ("SandboxError", "TimeoutError"),
+    "ProvisionError": ("SandboxError",),
+    "ImageError": ("ProvisionError",),
+    "PrimeError": ("SandboxError",),
+    "SandboxDiedError": ("SandboxError", "ConnectionError"),
+    "SandboxStateError": ("SandboxError",),
+    "ProcessesRunningError": ("SandboxStateError",),
+    "SessionDiedError": ("SandboxError",),
+    "CommandError": ("SandboxError",),
+    "CommandTimeoutError": ("CommandError", "TimeoutError"),
+    "CommandStartError": ("CommandError",),
+    "SandboxFileError": ("SandboxError", "OSError"),
+}
+PAIRS = [
+    (rls.Pool, rls.AsyncPool),
+    (rls.Sandbox, rls.AsyncSandbox),
+    (rls.Session, rls.AsyncSession),
+    (rls.Process, rls.AsyncProcess),
+    (rls.Snapshot, rls.AsyncSnapshot),
+    (rls.Claim, rls.AsyncClaim),
+]
+HOOKS = ["prime", "reset", "verify", "classify_failure", "record", "place", "issue_credentials", "revoke_credentials"]
+
+
+@pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
+def test_the_name_is_there(module: str, name: str) -> None:
+    assert getattr(importlib.import_module(module), name) is not None
+
+
+def test_all_is_what_there_is() -> None:
+    for name in rls.__all__:
+        assert getattr(rls, name) is not None
+    assert set(NAMES["rlsandbox"].split()) <= set(rls.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Pol'"):
+        _ = rls.Pol
+
+
+@pytest.mark.parametrize("name", TREE)
+def test_an_error_is_what_callers_catch(name: str) -> None:
+    cls = getattr(errors, name)
+    for base in TREE[name]:
+        assert issubclass(cls, getattr(errors, base, None) or getattr(builtins, base))
+
+
+def test_file_errors_are_the_builtin_ones_too_wherever_they_travel() -> None:
+    import errno
+
+    for number, builtin in ((errno.ENOENT, FileNotFoundError), (errno.EACCES, PermissionError)):
+        error = errors.file_error(number, "/x")
+        for one in (error, pickle.loads(pickle.dumps(error))):
+            assert isinstance(one, errors.SandboxFileError)
+            assert isinstance(one, builtin)
+            assert one.errno == number
+            assert one.kind
+
+
+@pytest.mark.parametrize(("sync", "asynchronous"), PAIRS, ids=lambda c: c.__name__)
+def test_both_sides_have_the_same_names(sync: type, asynchronous: type) -> None:
+    """What one side can do the other can, with the same parameters and defaults."""
+    for name, there in inspect.getmembers(sync, inspect.isfunction):
+        if not name.startswith("_"):
+            here = getattr(asynchronous, name, None)
+            assert here is not None, f"{asynchronous.__name__} has no {name}"
+            missing = [p for p in _parameters(there) if p not in _parameters(here)]
+            assert missing == [], f"{asynchronous.__name__}.{name}"
+
+
+def _parameters(function: object) -> list[tuple[str, object, object]]:
+    signature = inspect.signature(function)  # type: ignore[arg-type]
+    return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
+
+
+def test_every_hook_is_specified() -> None:
+    from rlsandbox.hooks import Specs
+
+    told = {name.removeprefix("rlsandbox_") for name in vars(Specs) if name.startswith("rlsandbox_")}
+    assert told == set(HOOKS)
+
+
+def test_a_backend_that_is_not_installed_is_a_clear_error() -> None:
+    """Asking for it by attribute says the same as asking for it by name."""
+    try:
+        importlib.import_module("rlsandbox.backends.kubernetes")
+    except ImportError:
+        with pytest.raises(errors.UnsupportedError, match="kubernetes"):
+            _ = rls.backends.Kubernetes
+
+
+def test_looking_around_loads_nothing_large() -> None:
+    code = (
+        "import sys, rlsandbox; dir(rlsandbox); rlsandbox.Task(id='t'); "
+        "print([m for m in ('torch', 'numpy', 'gymnasium', 'matplotlib', 'rich', 'click') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
