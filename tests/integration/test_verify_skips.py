@@ -41,7 +41,7 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
         script = tmp_path / "keeper"
         script.write_text(f'#!/bin/sh\nRLS_SKIP={step} exec {build.keeper_binary(variant="skip")} "$@"\n')
         script.chmod(0o755)
-        monkeypatch.setattr("rlsandbox.backends.local.backend.keeper_binary", lambda: script)
+        monkeypatch.setattr("rlsandbox.backends.local.hubs.keeper_binary", lambda: script)
 
     return chosen
 
