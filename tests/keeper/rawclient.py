@@ -112,7 +112,7 @@ class Frames:
         return self.channel
 
     def reply(self, channel: int) -> tuple[dict[Tag, Any], bytes]:
-        data, message = b"", b""
+        data, message = bytearray(), b""
         while True:
             kind, flags, stream, payload = self.next(channel)
             if kind == Type.DATA:
@@ -121,7 +121,7 @@ class Frames:
             elif kind == Type.REPLY:
                 message += payload
                 if not flags & 1:
-                    return untlv(message), data
+                    return untlv(message), bytes(data)
             elif kind == Type.FAIL:
                 raise KeeperError(untlv(payload))
 

@@ -15,6 +15,7 @@
 #include "procs.h"
 #include "stack.h"
 #include "sys.h"
+#include "tar.h"
 
 /* ---- finding channels ---- */
 
@@ -64,6 +65,9 @@ static void chan_free(struct chan *c)
         if (c->out[i])
             sout_release(k, c->out[i]);
     fd_close(&c->pidfd);
+    if (c->place)
+        import_drop(k, c->place);
+    free(c->layer);
     free(c);
 }
 
@@ -286,6 +290,15 @@ static bool request(struct chan *c)
     case OP_CHANGES: worker_start(c, false, work_changes); return true;
     case OP_OUTSIDE_READ: worker_start(c, false, work_outside_read); return true;
     case OP_OUTSIDE_REMOVE: worker_start(c, false, work_outside_remove); return true;
+    case OP_EXPORT: worker_start(c, false, work_export); return true;
+    case OP_IMPORT: {
+        struct err e = {0};
+        if (import_begin(k, c, &e) < 0)
+            chan_refuse(c, e.no, e.what);
+        else
+            worker_start(c, true, work_import);
+        return true;
+    }
     case OP_KILL_ALL: {
         struct ereq *r = k->init.fd < 0 ? NULL : ereq_new(E_KILL_ALL, c->job = ++k->next_job, 0, NULL, 0);
         if (r)
@@ -367,7 +380,13 @@ void chan_check(struct chan *c)
         if (!d->len) {
             chan_refuse(c, c->flags & X_CANCELLED ? ECANCELED : EIO, c->flags & X_CANCELLED ? "finish the operation: it was cancelled" : "finish the operation: its process was killed");
         } else if (outs_finished(c)) {
-            conn_send(n, T_REPLY, 0, c->id, d->p + 1, d->len - 1);
+            struct err e = {0};
+            struct buf more = {0};
+            if (buf_add(&more, d->p + 1, d->len - 1) < 0 || (c->op == OP_IMPORT && import_finish(c, &more, &e) < 0))
+                conn_fail(n, c->id, e.no ? e.no : ENOMEM, e.no ? e.what : "answer a request");
+            else
+                conn_send(n, T_REPLY, 0, c->id, more.p, more.len);
+            buf_free(&more);
             chan_free(c);
         }
         return;

@@ -42,6 +42,8 @@ struct chan {
     struct buf result_data;
     struct sout *out[3];
     struct sin in[2];
+    unsigned place; /* IMPORT, with the layer's name */
+    char *layer;
     int pidfd;
     pid_t pid;
     bool forked, result_done, started, ended, finishing, kill_wanted;

@@ -121,7 +121,7 @@ int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
 }
 
 /* an overlay's top directory is that of the upper layer: it gets mode, owner and time of the one below */
-static int top_like(const char *path, const struct stat *st, struct err *e)
+int top_like(const char *path, const struct stat *st, struct err *e)
 {
     struct timespec t[2] = {st->st_mtim, st->st_mtim};
     if (((st->st_uid || st->st_gid) && chown(path, st->st_uid, st->st_gid) < 0) ||

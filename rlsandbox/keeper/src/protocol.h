@@ -51,5 +51,6 @@ enum rls_write_flag { W_APPEND = 1, W_PARENTS = 2, W_EXCLUSIVE = 4, W_DIRECTORY 
 enum rls_remove_flag { D_TREE = 1 };
 enum rls_outside_flag { O_BASELINE = 1 };
 enum rls_seal_flag { SEAL_KILL = 1 };
+enum rls_export_flag { EXPORT_ALL = 1 };
 
 #endif

@@ -69,7 +69,7 @@ struct keeper {
     } pause;
     struct layers layers;      /* sealed ones that are here */
     uint16_t stack[MAX_CHAIN]; /* those the episode stands on, topmost first */
-    unsigned nstack;
+    unsigned nstack, imports;
     struct ns_seen { /* a namespace of the episode at the last look, and in which episode it was first seen */
         int fd; /* keeps the number from being given to a new one */
         uint64_t id;
@@ -132,6 +132,7 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e);
 int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
 int upper_new(struct keeper *k, struct err *e);
 void upper_forget(struct keeper *k, unsigned generation); /* large ones are freed by a helper */
+int top_like(const char *path, const struct stat *st, struct err *e);
 uint64_t tmpfs_used(const char *path);
 
 /* userns.c */

@@ -102,12 +102,9 @@ static void strip(const char *upper)
     fd_close(&dir);
 }
 
-/* Makes the upper layer of an ended episode a layer. Its slot. */
-static int seal(struct keeper *k, const char *name, struct err *e)
+int layer_make(struct keeper *k, const char *upper, const char *name, struct err *e)
 {
-    char upper[64];
     bool flat = k->nstack + 1 > MAX_CHAIN;
-    path_join(upper, sizeof upper, "/k/u/%u", k->generation);
     int fd = flat ? flattened(k, upper, e) : k_open_tree(AT_FDCWD, upper, K_OPEN_TREE_CLONE);
     if (fd < 0)
         return fail(e, errno, "clone the mount of the upper layer");
@@ -159,7 +156,9 @@ void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     }
     episode_kill(k);
     chan_end_all(k, ECANCELED, "run in the episode: its files were sealed");
-    slot = seal(k, name, &e);
+    char upper[64];
+    path_join(upper, sizeof upper, "/k/u/%u", k->generation);
+    slot = layer_make(k, upper, name, &e);
     if (slot >= 0) {
         k->nstack = k->layers.at[slot]->n;
         memcpy(k->stack, k->layers.at[slot]->chain, sizeof k->stack);

@@ -3,6 +3,7 @@
 #define RLS_STACK_H
 #include "worker.h"
 
+int layer_make(struct keeper *k, const char *top, const char *name, struct err *e); /* of the tmpfs at `top`, on the stack; its slot */
 int stack_set(struct keeper *k, const char *layer, struct err *e); /* "": the bare base. Nothing is changed on failure */
 void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
 void op_drop_layer(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);

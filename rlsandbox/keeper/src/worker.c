@@ -61,7 +61,7 @@ void helper_keep(const int *fds, size_t n)
 void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *))
 {
     struct keeper *k = c->k;
-    struct worker w = {.k = k, .in = -1, .out = -1, .result = -1, .p = c->msg.p, .n = c->msg.len};
+    struct worker w = {.k = k, .in = -1, .out = -1, .result = -1, .p = c->msg.p, .n = c->msg.len, .place = c->place};
     int in[2] = {-1, -1}, out[2] = {-1, -1}, result[2] = {-1, -1};
     if (pipe2(out, O_CLOEXEC) < 0 || pipe2(result, O_CLOEXEC) < 0 || (wants_in && pipe2(in, O_CLOEXEC) < 0))
         goto failed;

@@ -11,7 +11,7 @@ struct worker {
     const uint8_t *p;    /* the request's fields */
     size_t n;
     struct buf text;     /* not yet written */
-    bool in_line;
+    unsigned place; /* IMPORT: where the layer is put down */
     size_t count; /* facts told */
     bool here, full;     /* here: in the keeper itself, `text` is all there will be; full: it does not fit */
 };
