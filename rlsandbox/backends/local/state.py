@@ -72,11 +72,13 @@ class RunState:
         """Raises ConfigError when the directory cannot be made or locked."""
         top = (home if home is not None else _paths.home()) / "local"
         path = top / f"{os.getpid()}-{os.urandom(4).hex()}"
+        half = top / f".{path.name}"  # nobody looks at it before it is locked: a reaper would take the lock
         try:
-            _paths.private_directory(path)
-            lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            _OWN.add(str(path))
+            _paths.private_directory(half)
+            lock = os.open(half / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _OWN.add(str(path))
+            half.rename(path)
         except OSError as error:
             raise ConfigError(
                 f"the state directory {path} cannot be used: {error.strerror}",
@@ -158,7 +160,7 @@ async def reap(
 def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) -> Iterator[Leftover]:
     """Dead runs, each locked by us until *locks* ends: two reapers never work on one."""
     for pid, group in cgroups.dead():
-        if time.time() - group.stat().st_mtime >= older_s:
+        if _untouched(group, older_s):
             yield Leftover(run=group.name, path=group, pid=pid, group=True)
     top = (home if home is not None else _paths.home()) / "local"
     try:
@@ -167,13 +169,17 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
         return
     for name in names:
         path = top / name
-        if str(path) in _OWN or not path.is_dir() or time.time() - path.stat().st_mtime < older_s:
+        if str(path) in _OWN or not path.is_dir() or not _untouched(path, older_s):
+            continue
+        if name.startswith("."):  # begun and not yet locked; a minute later, by one that was killed
+            if _untouched(path, 60):
+                shutil.rmtree(path, ignore_errors=True)
             continue
         try:
             lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
-            # Between its mkdir and its lock, or between those of its removal; the young are left alone.
-            if time.time() - path.stat().st_mtime > 60:
+            # In the middle of its removal; the young are left alone.
+            if _untouched(path, 60):
                 shutil.rmtree(path, ignore_errors=True)
             continue
         except OSError:
@@ -197,6 +203,14 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
             pid=int(note.get("pid", 0)),
             places=tuple(place for place in places if place.is_dir() and not place.is_symlink()),
         )
+
+
+def _untouched(path: Path, seconds: float) -> bool:
+    """Whether it is there and was last written to that long ago: others remove theirs while we look."""
+    try:
+        return time.time() - path.stat().st_mtime >= seconds
+    except FileNotFoundError:
+        return False
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -196,3 +196,57 @@ async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path
         for left in (group / "inner", group, alive):
             if left.exists():
                 left.rmdir()
+
+
+async def test_a_run_that_ends_while_a_reaper_looks_disturbs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "group-of-a-run-that-has-just-ended"
+    monkeypatch.setattr(state.cgroups, "dead", lambda: [(1, gone)])
+    (tmp_path / "local").mkdir()
+    real = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: [*real(path), "1-ended"])
+    monkeypatch.setattr(Path, "is_dir", lambda path: True)  # it was, a moment ago
+    assert leftovers(tmp_path) == []
+
+
+async def test_a_reaper_leaves_a_run_alone_that_is_just_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = state.fcntl.lockf
+    code = (
+        "import contextlib, sys; from pathlib import Path; from rlsandbox.backends.local import state\n"
+        "with contextlib.ExitStack() as locks:\n"
+        "    print(list(state._dead(Path(sys.argv[1]), locks)), flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    reapers: list[subprocess.Popen[str]] = []
+
+    def lockf(descriptor: int, how: int) -> None:
+        if not reapers:  # the directory and the lock's file are there, the lock is not held yet
+            reaper = subprocess.Popen(
+                [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                text=True, cwd=Path(__file__).resolve().parents[3],
+            )  # fmt: skip
+            reapers.append(reaper)
+            assert reaper.stdout is not None
+            assert reaper.stdout.readline() == "[]\n"
+        real(descriptor, how)
+
+    monkeypatch.setattr(state.cgroups, "dead", list)
+    monkeypatch.setattr(state.fcntl, "lockf", lockf)
+    run = RunState.begin(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "local").iterdir()) == [run.name]
+    run.end()
+    reapers[0].communicate()
+
+
+async def test_what_a_run_left_that_was_killed_while_beginning_goes_after_a_minute(tmp_path: Path) -> None:
+    half = tmp_path / "local" / ".123-abc"
+    half.mkdir(parents=True)
+    (half / "lock").touch()
+    assert leftovers(tmp_path) == []
+    assert half.exists()
+    os.utime(half, (time.time() - 120, time.time() - 120))
+    assert leftovers(tmp_path) == []
+    assert not half.exists()
