@@ -17,7 +17,7 @@ import pytest
 
 TREE = Path(__file__).resolve().parents[2]
 USER = os.environ.get("RLS_TEST_USER", "ordinary")
-LIBRARIES = ("pluggy", "pytest", "_pytest", "iniconfig", "packaging", "pygments", "pytest_timeout")
+LIBRARIES = ("pluggy", "pytest", "_pytest", "py", "iniconfig", "packaging", "pygments", "pytest_timeout")
 
 
 class Ordinary:
