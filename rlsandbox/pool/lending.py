@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .._sandbox import files
 from ..errors import ConfigError, ProcessesRunningError, SandboxError, SandboxStateError
 from ..hooks import Credentials, Rollout
 from ..keeper.connection import KeeperFailure
@@ -88,8 +89,7 @@ class Lender:
         lease.secret = redact.register(credentials.env, credentials.files)
         held.credentials = [*held.credentials[1 - _PAST_CREDENTIALS :], credentials]
         sandbox = self.sandbox(lease, held, credentials.env)
-        for path, data in credentials.files.items():
-            await sandbox.write_file(path, data, mode=0o600)
+        await _place(sandbox, credentials)
         return sandbox
 
     def sandbox(self, lease: Lease, held: Held, env: Mapping[str, str] | None = None) -> AsyncSandbox:
@@ -221,6 +221,10 @@ class Lender:
                 f"a snapshot is called {name!r} already", hint="delete() it, or choose another name"
             )
         layer = f"s{secrets.token_hex(8)}"
+        # What one episode may hold is no part of a state that others are started from.
+        credentials = _held(sandbox).credentials
+        for path in credentials.files if credentials is not None else ():
+            await sandbox.client.outside_remove(sandbox.path(path))
         try:
             size = await sandbox.client.seal(layer, kill=kill)
         except KeeperFailure as error:
@@ -230,6 +234,9 @@ class Lender:
                 "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
                 task=sandbox.task.id,
             ) from None  # fmt: skip
+        finally:
+            if credentials is not None:
+                await _place(sandbox, credentials)
         return self.sealed(sandbox, layer, size, name)
 
     def sealed(self, sandbox: AsyncSandbox, layer: str, size: int, name: str | None) -> AsyncSnapshot:
@@ -274,6 +281,8 @@ class Lender:
         sandbox.id = held.member.id
         sandbox.attach(held.link.client, node=held.member.node)
         self._drop(snapshot)
+        if lease.credentials is not None:
+            await _place(sandbox, lease.credentials)
 
     async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
         self._drop(snapshot)
@@ -284,6 +293,11 @@ class Lender:
         if not self._pool.closed:
             driver = self._pool.driver
             driver.tell(driver.core.drop_layer, snapshot.layer)  # type: ignore[attr-defined]
+
+
+async def _place(sandbox: AsyncSandbox, credentials: Credentials) -> None:
+    for path, data in credentials.files.items():
+        await files.write(sandbox, path, data, 0o600, None)
 
 
 async def all_or_none(

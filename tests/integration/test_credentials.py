@@ -135,3 +135,25 @@ def test_reset_policies_may_run_a_program_and_what_it_leaves_is_found(tmp_path: 
         with pool.claim(TASK, timeout=60):
             pass
         assert pool.stats().quarantined >= 1
+
+
+def test_a_snapshot_and_its_forks_hold_none_and_the_holder_keeps_its_own(tmp_path: Path) -> None:
+    issuer = Issuer()
+    with rls.Pool("local", size=2, plugins=[issuer], ledger=tmp_path / "l.db", config=False) as pool:
+        sandbox = pool.claim(TASK)
+        sandbox.run("echo work > /tmp/work").check()
+        snapshot = sandbox.snapshot()
+        assert sandbox.read_text("/run/acme/key") == "acme-file-secret-0\n"
+        with snapshot.fork(1, timeout=60) as (fork,):
+            assert fork.read_text("/tmp/work") == "work\n"
+            assert fork.read_text("/run/acme/key") == "acme-file-secret-1\n"  # its own
+            assert "acme-file-secret-0" not in fork.run(LOOK).stdout
+        with sandbox.popen("sleep 600"), pytest.raises(rls.errors.ProcessesRunningError):
+            sandbox.snapshot()
+        assert sandbox.read_text("/run/acme/key") == "acme-file-secret-0\n"
+        sandbox.hibernate()
+        sandbox.restore(timeout=60)
+        assert sandbox.read_text("/run/acme/key") == "acme-file-secret-0\n"
+        assert sandbox.read_text("/tmp/work") == "work\n"
+        sandbox.release()
+        assert issuer.revoked == ["lease-1", "lease-0"]
