@@ -51,7 +51,16 @@ PAIRS = [
     (rls.Snapshot, rls.AsyncSnapshot),
     (rls.Claim, rls.AsyncClaim),
 ]
-HOOKS = ["prime", "reset", "verify", "classify_failure", "record", "place", "issue_credentials", "revoke_credentials"]
+HOOKS = [
+    "prime",
+    "reset",
+    "verify",
+    "classify_failure",
+    "record",
+    "place",
+    "issue_credentials",
+    "revoke_credentials",
+]
 
 
 @pytest.mark.parametrize(("module", "name"), [(m, n) for m, names in NAMES.items() for n in names.split()])
