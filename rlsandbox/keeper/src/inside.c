@@ -340,7 +340,7 @@ static _Noreturn void run_program(struct inside *in, uint8_t *body)
         env_default(env, &v, "USER", in->name);
         env_default(env, &v, "LOGNAME", in->name);
         env_default(env, &v, "SHELL", in->shell);
-    } else { /* root's usual ones, read from nowhere: most commands come this way */
+    } else if (geteuid() == 0) { /* root's usual ones, read from nowhere: most commands come this way */
         env_default(env, &v, "HOME", "/root");
         env_default(env, &v, "USER", "root");
         env_default(env, &v, "LOGNAME", "root");

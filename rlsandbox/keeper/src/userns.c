@@ -157,7 +157,7 @@ static int rebuild(struct keeper *k, const struct parts *p, int seed, const char
 static int one(struct keeper *k, const struct parts *p, int seed, const char *dir, const char *name, unsigned given, int depth, struct err *e)
 {
     struct parts sub = {.n = 0};
-    struct stat st, top;
+    struct stat st, top = {.st_dev = 0};
     char target[TARGET_MAX];
     int r = 0;
     if (path_join(target, sizeof target, "%s/%s", dir, name) < 0)
