@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..backends.base import Backend, Member
-from ..errors import ConfigError, ThrottledError, UnsupportedError
+from ..errors import ConfigError, SandboxDiedError, ThrottledError, UnsupportedError
 from ..hooks import Credentials
 from ..spec import Spec
 from ..task import Task
@@ -419,14 +419,18 @@ class Driver:
 
     async def _drop_layer(self, layer: str) -> None:
         self.tasks.pop(layer, None)
-        for held in self.held.values():
-            forget = getattr(held.link, "forget_layer", None)
-            if forget is not None:
-                forget(layer)
-        try:
-            await self.backend.drop_layer(layer)
-        except Exception as error:
-            log.warning("layer %s could not be dropped: %s", layer, error)
+        # All at once: whoever makes the layer anew meanwhile begins with a reset, which takes longer.
+        forgets = [getattr(held.link, "forget_layer", None) for held in self.held.values()]
+        dropped = await asyncio.gather(
+            self.backend.drop_layer(layer),
+            *(forget(layer) for forget in forgets if forget is not None),
+            return_exceptions=True,
+        )
+        for error in dropped:
+            if isinstance(error, SandboxDiedError):
+                continue  # gone with its member
+            if isinstance(error, Exception):
+                log.warning("layer %s could not be dropped: %s", layer, error)
 
     # -- watching ------------------------------------------------------------------------------------
 

@@ -84,6 +84,8 @@ class KeeperLink:
         self._backend, self._member, self._spec = backend, member, spec
         self._baseline, self._plugins = baseline, plugins
         self._given: set[str] = set()
+        self._stale: set[str] = set()
+        """Layers that the keeper may still have though the pool has dropped them."""
         self._away = False
         self._tell_lost: Callable[[BaseException], object] | None = None
 
@@ -131,6 +133,7 @@ class KeeperLink:
             self.on_lost(self._tell_lost)
 
     async def prime(self, task: Task, layer: str) -> int:
+        await self._drop_stale()
         await self.client.reset("")
         await self._fill(task)
         try:
@@ -193,6 +196,7 @@ class KeeperLink:
     async def reset(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
     ) -> None:
+        await self._drop_stale()
         if layer is not None and layer not in self._given:
             if not await self._backend.give_layer(layer, self._member):
                 raise SandboxError(
@@ -222,8 +226,17 @@ class KeeperLink:
             deadline_s=VERIFY_S, credentials=credentials,
         )  # fmt: skip
 
-    def forget_layer(self, layer: str) -> None:
-        self._given.discard(layer)
+    async def forget_layer(self, layer: str) -> None:
+        """The pool has dropped it: the keeper shall not hold its memory, nor its name, any longer."""
+        if layer in self._given:
+            self._given.discard(layer)
+            self._stale.add(layer)
+            if not self._away:  # else once the stream is back
+                await self._drop_stale()
+
+    async def _drop_stale(self) -> None:
+        while self._stale:
+            await self.client.drop_layer(self._stale.pop())
 
     async def close(self) -> None:
         await self.client.aclose()
