@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.ordinary import make_ordinary
@@ -18,10 +16,10 @@ SUITES = {
 
 
 @pytest.mark.parametrize("suite", SUITES)
-def test_as_an_ordinary_user(tmp_path: Path, suite: str) -> None:
-    ordinary = make_ordinary(tmp_path)
+def test_as_an_ordinary_user(suite: str) -> None:
     options = ["-q", "-p", "no:cacheprovider", "-p", "pytest_timeout"]
-    done = ordinary.run("-m", "pytest", *options, *SUITES[suite])
+    with make_ordinary() as ordinary:
+        done = ordinary.run("-m", "pytest", *options, *SUITES[suite])
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

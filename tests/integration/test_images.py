@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -355,8 +356,9 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def ordinary(tmp_path: Path) -> Ordinary:
-    return make_ordinary(tmp_path)
+def ordinary() -> Iterator[Ordinary]:
+    with make_ordinary() as user:
+        yield user
 
 
 UNPACK = """
@@ -389,13 +391,12 @@ OWNED = [
 ]
 
 
-def test_a_user_with_a_range_keeps_owners(tmp_path: Path, ordinary: Ordinary) -> None:
+def test_a_user_with_a_range_keeps_owners(ordinary: Ordinary) -> None:
     if shutil.which("newuidmap") is None or not any(
         line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines()
     ):
         pytest.skip("newuidmap (package uidmap) or the user's range in /etc/subuid is missing")
-    path = docker_archive(tmp_path / "i.tar", [layer(entries) for entries in OWNED])
-    path.chmod(0o644)
+    path = docker_archive(ordinary.place / "i.tar", [layer(entries) for entries in OWNED])
     out = ordinary.program(UNPACK.format(path=str(path))).splitlines()
     kind, uids, found = json.loads(out[0])
     start = uids[1][1]
@@ -406,10 +407,10 @@ def test_a_user_with_a_range_keeps_owners(tmp_path: Path, ordinary: Ordinary) ->
     assert out[1] == "False", "files of foreign ids are removed from within the namespace"
 
 
-def test_a_user_without_a_range_owns_all(tmp_path: Path, ordinary: Ordinary) -> None:
-    tools = tmp_path / "bin"
+def test_a_user_without_a_range_owns_all(ordinary: Ordinary) -> None:
+    tools = ordinary.place / "bin"
     tools.mkdir()
-    path = docker_archive(tmp_path / "i.tar", [layer(entries) for entries in OWNED])
+    path = docker_archive(ordinary.place / "i.tar", [layer(entries) for entries in OWNED])
     out = ordinary.program(UNPACK.format(path=str(path)), path=str(tools)).splitlines()
     kind, uids, found = json.loads(out[0])
     assert kind == "one"

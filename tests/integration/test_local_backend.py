@@ -415,24 +415,20 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("ids", ["range", "one"])
-def test_as_an_ordinary_user(tmp_path: Path, ids: str) -> None:
+def test_as_an_ordinary_user(ids: str) -> None:
     from tests.support import make_image
     from tests.support.ordinary import USER, make_ordinary
 
     if make_image.busybox() is None:
         pytest.skip(make_image.NO_BUSYBOX)
-    ordinary = make_ordinary(tmp_path)
-    if ids == "range" and (
-        shutil.which("newuidmap") is None
-        or not any(line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines())
-    ):
+    has_range = any(line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines())
+    if ids == "range" and (shutil.which("newuidmap") is None or not has_range):
         pytest.skip("newuidmap (package uidmap) or the user's range in /etc/subuid is missing")
     layers = [make_image.busybox_layer(), make_image.many_files_layer(300), make_image.changes_layer()]
-    image = make_image.oci_layout(tmp_path / "image", layers)
-    subprocess.run(["chmod", "-R", "a+rX", image], check=True)
-    # The keeper looks for newuidmap in its own PATH: without a range of its own the user has one id.
     hidden = ("unshare", "-m", "sh", "-c", 'mount --bind /dev/null /etc/subuid; exec "$@"', "sh")
-    done = ordinary.run("-c", AS_USER, str(image), through=hidden if ids == "one" else ())
+    with make_ordinary() as ordinary:
+        image = make_image.oci_layout(ordinary.place / "image", layers)
+        done = ordinary.run("-c", AS_USER, str(image), through=hidden if ids == "one" else ())
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["ids"] == ids

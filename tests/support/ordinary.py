@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,13 +26,14 @@ class Ordinary:
     """Runs Python programs as the ordinary user.
 
     Args:
+        place: a directory of root's that everybody can read.
         tree: where that user finds the sources, the tests and the libraries.
         home: a directory of that user: HOME and RLSANDBOX_HOME.
         python: an interpreter that it can run.
     """
 
-    def __init__(self, tree: Path, home: Path, python: str) -> None:
-        self.tree, self.home, self.python = tree, home, python
+    def __init__(self, place: Path, tree: Path, home: Path, python: str) -> None:
+        self.place, self.tree, self.home, self.python = place, tree, home, python
 
     def run(
         self, *arguments: str, path: str | None = None, through: Sequence[str] = (), **env: str
@@ -67,8 +70,9 @@ def _as_user() -> list[str]:
     ]
 
 
-def make_ordinary(place: Path) -> Ordinary:
-    """Copy into the directory *place*; skips the test where there is no such user or no Python for it."""
+@contextmanager
+def make_ordinary() -> Iterator[Ordinary]:
+    """Copy what is needed; skips the test where there is no such user or no Python for it."""
     if os.geteuid() != 0:
         pytest.skip("as an ordinary user: these tests run as one already, or cannot become one")
     if subprocess.run(["id", USER], capture_output=True).returncode != 0:
@@ -76,9 +80,14 @@ def make_ordinary(place: Path) -> Ordinary:
     python = next((path for path in (sys.executable, "/usr/bin/python3") if _runs(path)), None)
     if python is None:
         pytest.skip(f"user {USER!r} can run no Python 3.11 or later")
-    for parent in [place, *place.parents]:
-        if parent != Path("/"):
-            os.chmod(parent, os.stat(parent).st_mode | 0o111)
+    # Not below pytest's own directories: every session of root's shuts those again.
+    with tempfile.TemporaryDirectory(prefix="rlsandbox-test-") as name:
+        place = Path(name)
+        place.chmod(0o755)
+        yield _copied(place, python)
+
+
+def _copied(place: Path, python: str) -> Ordinary:
     tree = place / "tree"
     ignored = shutil.ignore_patterns("__pycache__", ".venv", ".git")
     for name in ("rlsandbox", "tests", "pyproject.toml"):
@@ -103,7 +112,7 @@ def make_ordinary(place: Path) -> Ordinary:
     home = place / "home"
     home.mkdir()
     shutil.chown(home, USER, USER)
-    return Ordinary(tree, home, python)
+    return Ordinary(place, tree, home, python)
 
 
 def _runs(python: str) -> bool:
