@@ -151,11 +151,15 @@ def _as_it_was_said() -> Iterator[None]:
 
 
 def _refuse_what_never_could(report: Report) -> None:
-    """Raise when no rollout could ever have started, for what was asked for (an image that is not there)."""
+    """Raise when no rollout could ever have started, for what was asked for.
+
+    An image that is not there, a workdir that cannot be made; a setup that failed may have had its reasons.
+    """
     kinds = {f"{cls.__module__}.{cls.__qualname__}" for cls in (ConfigError, UnsupportedError, ImageError)}
     failures = [record.failure for record in report.records if record.failure is not None]
-    if failures and len(failures) == report.requested and all(f.error in kinds for f in failures):
-        first = failures[0]
+    wrong = [f for f in failures if f.error in kinds or f.kind == "workdir"]
+    if wrong and len(wrong) == report.requested:
+        first = wrong[0]
         raise ImageError(first.cause, kind=first.kind, phase=first.phase)
 
 

@@ -8,6 +8,7 @@ for one thing at a time.
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -172,7 +173,13 @@ class KeeperLink:
     async def _make_workdir(self, sandbox: Any, workdir: str) -> None:
         raw = sandbox.user(None)
         user = None if raw is None else raw.decode("utf-8", "surrogateescape")
-        await self.client.write(workdir, b"", user=user, flags=_MAKE_DIR)
+        try:
+            await self.client.write(workdir, b"", user=user, flags=_MAKE_DIR)
+        except KeeperFailure as error:
+            raise PrimeError(
+                f"its workdir {workdir} is not there and cannot be made: {os.strerror(error.errno)}",
+                kind="workdir",
+            ) from error
 
     async def _hooks(self, task: Task, sandbox: Any) -> None:
         from ..sandbox import Sandbox

@@ -106,11 +106,18 @@ def test_quickstart(tmp_path: Path) -> None:
         (["--image", "cut.tar"], "cut.tar"),
         (["--image", "missing.tar"], "missing.tar"),
         (["--ledger", "file/deeper"], "file"),
+        (["--tasks", "workdir.jsonl", "--policy", "own:nothing"], "workdir /proc/no/where is not there"),
+        (["--tasks", "nograder.jsonl", "--policy", "own:grade"], "task 'ungraded' has no grader"),
     ],
 )
 def test_bad_input_leaves_nothing_behind(tmp_path: Path, argv: list[str], said: str) -> None:
     (tmp_path / "cut.tar").write_bytes(b"\x1f\x8b" + bytes(100))
     (tmp_path / "file").write_text("")
+    (tmp_path / "workdir.jsonl").write_text('{"id": "w", "workdir": "/proc/no/where"}\n')
+    (tmp_path / "nograder.jsonl").write_text('{"id": "ungraded"}\n')
+    (tmp_path / "own.py").write_text(
+        "def nothing(sandbox, task): pass\ndef grade(sandbox, task): return sandbox.grade().reward\n"
+    )
     done = rlsandbox(tmp_path, "run", "--limit", "1", *argv)
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
