@@ -189,7 +189,7 @@ class Commands(Fixtures):
         assert sandbox.run('echo "${A-none}"').stdout == "none\n"
 
     def test_sensible_environment(self, sandbox: Sandbox) -> None:
-        r = sandbox.run('echo "$HOME|$LANG|$PATH"')
+        r = sandbox.run('echo "$HOME|${LC_CTYPE:-$LANG}|$PATH"')
         home, lang, path = r.stdout.strip().split("|")
         assert home.startswith("/")
         assert lang == "C.UTF-8"

@@ -79,7 +79,7 @@ class Roots:
         if image is None:
             data = await self._work("host", network=spec.network)
             lowers, overlays = data["lowers"], [(target, lower) for target, lower in data["overlays"]]
-            env = {"PATH": PATH, "LANG": "C.UTF-8"}
+            env = {"PATH": PATH, "LC_CTYPE": "C.UTF-8"}
             facts = {"base": "host", "base.digest": data["digest"], "workdir": "/workspace"}
         else:
             lowers = list(image.lowers)
