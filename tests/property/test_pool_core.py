@@ -316,6 +316,20 @@ class World(RuleBasedStateMachine):
     def succeed(self, data) -> None:  # type: ignore[no-untyped-def]
         self.finish(data.draw(st.sampled_from(sorted(self.ops))))
 
+    @precondition(lambda self: self.ops)
+    @rule(most=st.integers(1, 8))
+    def things_go_well(self, most) -> None:  # type: ignore[no-untyped-def]
+        """Several operations succeed in a row: without it few examples come as far as a second episode."""
+        for _ in range(most):
+            if self.ops:
+                self.finish(min(self.ops))
+
+    @precondition(lambda self: self.held)
+    @rule()
+    def everybody_gives_back(self) -> None:
+        for claim in sorted(self.held):
+            self.give_back(claim, False)
+
     @precondition(lambda self: any(isinstance(op, Provision) for op in self.ops.values()))
     @rule(
         data=st.data(),
@@ -463,7 +477,7 @@ class World(RuleBasedStateMachine):
             del self.snapshots[name]
             self.core.drop_layer(name, self.now)
             self.carry_out()
-        self.settle(lambda: not self.ops)
+        self.settle(lambda: not self.ops and not self.core.n[State.LEAVING])
         assert not [name for name in self.core.layers.names() if name.startswith("snap")]
         self.core.close(self.now)
         self.carry_out()

@@ -85,6 +85,10 @@ def test_a_member_on_its_way_to_a_deleted_snapshot_does_not_stay_on_it() -> None
     assert claim.member is not None
     pool.keep_layer("snap", "A", 10, 0.0, member=claim.member, parent=None)
     pool.release(claim.id, 1.0)
+    play(pool, 1.0)
+    fork = pool.claim("A", "snap", 1.0)  # it is what was claimed last
+    play(pool, 1.0)
+    pool.release(fork.id, 1.0)
     (reset,) = take(pool, Reset)
     assert reset.layer == "snap"
     pool.drop_layer("snap", 1.0)
@@ -207,3 +211,71 @@ def test_advice_follows_the_bursts() -> None:
     assert advice.write_rate == pytest.approx(32 / 100, rel=0.05)
     assert "above the ceiling of 16" in str(advice)
     assert "never needed" in str(bursts.advice(size=40, ceiling=40, writes_each=0.0))
+
+
+@pytest.mark.parametrize(("batch", "passes"), [(None, False), ("other", False), ("mine", True)])
+def test_only_a_claim_of_the_same_batch_may_pass_one_that_waits_for_its_layer(
+    batch: Any, passes: bool
+) -> None:
+    pool = core(size=2, ceiling=2)
+    pool.tick(0.0)
+    play(pool, 0.0)
+    first = pool.claim("A", "L", 0.0, batch="mine")
+    second = pool.claim("A", "L", 0.0, batch="mine")
+    (prime,) = take(pool, Prime)
+    assert pool.n[State.IDLE] == 1
+    third = pool.claim("A", None, 0.0, batch=batch)
+    assert (third.member is not None) is passes
+    pool.primed(prime.member, "L", 100, 1.0)
+    play(pool, 1.0)
+    assert first.member is not None
+    assert (second.member is not None) is not passes, "the member that was kept for it"
+
+
+def test_a_member_with_residue_is_never_handed_out_again() -> None:
+    pool = core(ceiling=1)
+    first = pool.claim("A", None, 0.0)
+    play(pool, 0.0)
+    dirty = first.member
+    pool.release(first.id, 1.0)
+    (reset,) = take(pool, Reset)
+    pool.residue(reset.member, "file /tmp/x", 2.0)
+    second = pool.claim("A", None, 2.0)
+    assert second.member is None
+    play(pool, 2.0)
+    assert second.member is not None
+    assert second.member != dirty
+    assert dirty not in pool.members
+    assert pool.counters.quarantined == 1
+
+
+def test_a_layer_somebody_stands_on_is_kept_over_the_budget() -> None:
+    pool = core(ceiling=2, layer_budget=150)
+    held = pool.claim("A", "1", 0.0)
+    play(pool, 0.0)
+    other = pool.claim("A", "2", 1.0)
+    play(pool, 1.0)
+    assert held.member is not None
+    assert other.member is not None
+    assert pool.layers.names() == ["1", "2"], "both are in use"
+    assert pool.layers.over
+    pool.release(held.id, 2.0, discard=True)
+    play(pool, 2.0)
+    assert pool.layers.names() == ["2"]
+    assert pool.counters.layers_evicted == 1
+
+
+def test_a_creation_that_failed_counts_until_it_is_removed() -> None:
+    """It may exist all the same: its place is not free before its removal was confirmed."""
+    pool = core(ceiling=1)
+    pool.claim("A", None, 0.0)
+    (made,) = take(pool, Provision)
+    pool.provision_failed(made.member, OOPS, 0.0)
+    pool.tick(30.0)
+    actions = [type(a) for a in pool.actions]
+    assert Dispose in actions
+    assert Provision not in actions
+    assert pool.live == 1
+    pool.disposed(made.member, 31.0)
+    pool.tick(90.0)
+    assert len(take(pool, Provision)) == 1

@@ -36,13 +36,16 @@ def test_no_second_sees_more_writes_than_the_rate(
         )  # half a write cannot be told apart from a whole one
 
 
-def test_it_gives_the_rate_to_whoever_waits_as_told() -> None:
-    bucket, now, n = TokenBucket(40.0), 0.0, 0
-    while now < 20.0:
+@pytest.mark.parametrize("rate", [1.0, 7.0, 19.0, 20.0, 21.0, 40.0, 100.0, 500.0])
+def test_whoever_takes_all_there_is_gets_the_rate_and_no_second_gets_more(rate: float) -> None:
+    bucket, now, taken = TokenBucket(rate), 0.0, []
+    while now < 4.0:
         now += bucket.wait(now)
         assert bucket.take(now)
-        n += 1
-    assert n >= 0.94 * 40 * 20
+        taken.append(now)
+    assert len(taken) >= 0.9 * rate * 4
+    for start in taken:
+        assert sum(start <= t < start + 0.999 for t in taken) <= rate
 
 
 def test_a_throttle_pauses_halves_and_is_forgotten_in_time() -> None:
