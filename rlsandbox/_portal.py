@@ -108,19 +108,20 @@ class Portal:
         fn: Callable[..., Coroutine[Any, Any, T]],
         /,
         *args: Any,
-        timeout: float | None = None,
+        within: float | None = None,
         **kwargs: Any,
     ) -> T:
         """Run ``fn(*args, **kwargs)`` on the loop and give its result.
 
         Args:
-            timeout: seconds, after which the coroutine is cancelled and TimeoutError raised.
+            within: seconds, after which the coroutine is cancelled and TimeoutError raised. (Not named
+                ``timeout``: that of *fn* would end here and never reach it.)
         """
         self.check()
         job = _Job(fn(*args, **kwargs))
         try:
             self._submit(job)
-            done = job.done.acquire(timeout=-1 if timeout is None else max(timeout, 0))
+            done = job.done.acquire(timeout=-1 if within is None else max(within, 0))
         except BaseException:
             # KeyboardInterrupt, or an exception of a signal handler: see the coroutine's end first. A second
             # one leaves at once; the clean-up goes on in the loop's thread.
@@ -133,7 +134,7 @@ class Portal:
             self._cancel(job)
             job.done.acquire()
             if isinstance(job.error, asyncio.CancelledError):
-                raise TimeoutError(f"not done within {timeout:g} s")
+                raise TimeoutError(f"not done within {within:g} s")
         return cast(T, self._take(job))
 
     def _take(self, job: _Job) -> Any:

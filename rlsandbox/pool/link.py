@@ -261,12 +261,12 @@ class LoopPortal:
         self._loop = loop
 
     def call(
-        self, fn: Callable[..., Awaitable[Any]], *args: Any, timeout: float | None = None, **kw: Any
+        self, fn: Callable[..., Awaitable[Any]], *args: Any, within: float | None = None, **kw: Any
     ) -> Any:
         async def run() -> Any:
             return await fn(*args, **kw)
 
-        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(timeout)
+        return asyncio.run_coroutine_threadsafe(run(), self._loop).result(within)
 
 
 def _priming_sandbox(link: KeeperLink, task: Task) -> Any:

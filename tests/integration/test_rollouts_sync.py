@@ -330,3 +330,16 @@ def test_ctrl_c_stops_the_batch_and_loses_nothing(tmp_path: Path, how: str) -> N
     others = Counter(r.outcome for id_, r in records.items() if id_ not in ("t0", "t1"))
     assert others == {"cancelled": 4, "never_ran": 6}
     assert book.processes[0].closed_at is not None
+
+
+def test_the_time_of_a_rollout_is_not_that_of_the_batch(sync: Sync) -> None:
+    """``timeout`` once ended the whole batch, with a TimeoutError and without a report."""
+
+    def policy(sandbox: Blocking, task: Task) -> str:
+        time.sleep(0.3)
+        return "done"
+
+    report = sync_run_rollouts(
+        sync.pool, sync.side, tasks(4), policy, concurrency=1, timeout=1.0, progress=False
+    )
+    assert report.coverage == 1.0

@@ -85,7 +85,7 @@ def test_timeout(portal: Portal) -> None:
             cleaned.append(1)
 
     with pytest.raises(TimeoutError):
-        portal.call(slow, timeout=0.05)
+        portal.call(slow, within=0.05)
     assert cleaned == [1]
 
 
@@ -290,3 +290,11 @@ async def test_awaitable_cm() -> None:
         async with AwaitableCM(make, leave):
             raise LookupError
     assert events[-1] == "left thing"
+
+
+def test_a_timeout_of_the_function_itself_reaches_it(portal: Portal) -> None:
+    async def takes(timeout: float) -> float:
+        await asyncio.sleep(0.05)
+        return timeout
+
+    assert portal.call(takes, timeout=0.01) == 0.01
