@@ -85,7 +85,10 @@ class Backend(ABC):
         return None
 
     async def give_layer(self, layer: str, member: Member) -> bool:
-        """Make a sealed layer of any member available in *member*; False when that cannot be."""
+        """Make a sealed layer of any member available in *member*; False when that cannot be.
+
+        A layer that exists no more is a SandboxError of kind ``layer_gone``: the pool makes it again.
+        """
         return False
 
     async def drop_layer(self, layer: str) -> None:  # noqa: B027 - nothing to forget

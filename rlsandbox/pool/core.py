@@ -228,10 +228,7 @@ class Core(Book):
         layer, room = member.target, self.specs[member.spec]
         self.counters.prime_failed += 1
         self.note("prime_failed", member, cause.message)
-        breaker = self.layer_breakers.get((room.digest, layer))
-        if breaker is None:
-            breaker = Breaker(self.rng, threshold=3, patience_s=self.config.patience_s)
-            self.layer_breakers[room.digest, layer] = breaker
+        breaker = self._layer_breaker(room, layer)
         breaker.failed(self.now, cause)
         self.retry(breaker.retry_at, "s" + room.digest)
         if alive:
@@ -251,6 +248,8 @@ class Core(Book):
         if member is None or member.state is not State.RESETTING:
             return
         self.counters.recycled += member.used
+        if member.target is not None and not member.used:
+            self.layer_breakers.pop((member.spec, member.target), None)
         member.prepared_at = self.now
         if member.target is not None and member.target not in self.layers:
             member.used = False
@@ -267,7 +266,26 @@ class Core(Book):
             return
         self.counters.quarantined += 1
         self.note("quarantined", member, what)
+        fresh, layer = not member.used, member.target
         self.leave(member, "quarantined: " + what)
+        if fresh:
+            self._never_ready(member, layer, Cause("residue", f"verification found {what}"))
+        self._settle()
+
+    def layer_gone(self, name: str, now: float) -> None:
+        """A layer is no longer where it was sealed. One of a task is primed again; a snapshot is lost."""
+        self.clock(now)
+        layer = self.layers.get(name)
+        if layer is None or layer.doomed:
+            return
+        if layer.pinned:
+            self.drop_layer(name, now, why=f"snapshot {name} is lost: what held it has died")
+            return
+        self.layers.remove(name)
+        for member in self.members.values():
+            member.layers.discard(name)
+        if layer.spec in self.specs:
+            self.touch(self.specs[layer.spec])
         self._settle()
 
     def lost(self, member_id: str, cause: Cause, now: float) -> None:
@@ -289,8 +307,37 @@ class Core(Book):
         else:
             self.counters.reset_failed += 1
         self.note("lost", member, f"{member.state.value}: {cause.message}")
+        fresh = member.state is State.RESETTING and not member.used
+        layer = member.target
         self.leave(member, cause.message)
+        if fresh:
+            self._never_ready(member, layer, cause)
         self._settle()
+
+    def _never_ready(self, member: PoolMember, layer: str | None, cause: Cause) -> None:
+        """A member that nobody had used could not be brought onto *layer*: its successor may not either.
+
+        Without a pause members would be made and thrown away as fast as the machine can. What broke many at
+        once counts once: only a preparation that began after the last failure is a new attempt.
+        """
+        room = self.specs[member.spec]
+        breaker = room.breaker if layer is None else self._layer_breaker(room, layer)
+        if breaker.failed_at is not None and member.prepared_from <= breaker.failed_at:
+            return
+        trips = breaker.trips
+        breaker.failed(self.now, cause)
+        self.counters.breaker_trips += breaker.trips - trips
+        self.retry(breaker.retry_at, "s" + room.digest)
+        if layer is not None and breaker.open:
+            for claim in [c for c in room.queue.values() if c.layer == layer]:
+                self.refuse(claim, "prime", f"sandboxes cannot be reset to it: {cause.message}", cause)
+
+    def _layer_breaker(self, room: SpecState, layer: str) -> Breaker:
+        breaker = self.layer_breakers.get((room.digest, layer))
+        if breaker is None:
+            breaker = Breaker(self.rng, threshold=3, patience_s=self.config.patience_s)
+            self.layer_breakers[room.digest, layer] = breaker
+        return breaker
 
     def disposed(self, member_id: str, now: float) -> None:
         """The member is gone for certain: its place is free."""
@@ -378,8 +425,8 @@ class Core(Book):
                 self.layers.stand(name, +1)
         self._settle()
 
-    def drop_layer(self, name: str, now: float) -> None:
-        """A snapshot was deleted: its layer goes when nobody stands on it."""
+    def drop_layer(self, name: str, now: float, *, why: str = "") -> None:
+        """A snapshot was deleted (or *why*): its layer goes when nobody stands on it."""
         self.clock(now)
         layer = self.layers.get(name)
         if layer is None:
@@ -388,7 +435,7 @@ class Core(Book):
         room = self.specs.get(layer.spec)
         if room is not None:
             for claim in [c for c in room.queue.values() if c.layer == name]:
-                self.refuse(claim, "prime", f"snapshot {name} was deleted")
+                self.refuse(claim, "prime", why or f"snapshot {name} was deleted")
             for member in list(room.idle.get(name, {}).values()):
                 self.reset(member, None)
             self.touch(room)

@@ -366,6 +366,8 @@ class Driver:
             if isinstance(error, TimeoutError):
                 limit = self.deadlines.reset
                 cause = Cause("reset_timeout", f"reset and verification did not end within {limit:g} s")
+            if cause.kind == "layer_gone" and layer is not None:
+                self.tell(self.core.layer_gone, layer)
             self.tell(self.core.lost, name, cause)
             return
         if self._metrics is not None:

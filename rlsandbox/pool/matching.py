@@ -51,11 +51,13 @@ def assign(core: Book, room: SpecState) -> None:
 
 def may_prepare(core: Book, room: SpecState, layer: str | None) -> bool:
     """Whether a member may start towards *layer* now: it is in place, or may be primed."""
-    if layer is None or layer in core.layers:
+    if layer is None:
         return True
+    breaker = core.layer_breakers.get((room.digest, layer))
+    if layer in core.layers:
+        return breaker is None or breaker.allows(core.now, room.preparing.get(layer, 0))
     if core.config.shared_layers and layer in room.priming:
         return False  # one member primes it for all
-    breaker = core.layer_breakers.get((room.digest, layer))
     return breaker is None or breaker.allows(core.now, room.priming.get(layer, 0))
 
 

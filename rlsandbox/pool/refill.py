@@ -170,6 +170,7 @@ class Breaker:
         self.cause: Cause | None = None
         self.retry_at = -math.inf
         self.since: float | None = None
+        self.failed_at: float | None = None
         self.trips = 0
         self._permanent = False
 
@@ -185,6 +186,7 @@ class Breaker:
         was_open = self.open
         if self.since is None:
             self.since = now
+        self.failed_at = now
         self.cause = cause
         self._permanent = not cause.retryable
         self.retry_at = now + self._backoff.next()

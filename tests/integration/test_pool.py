@@ -231,6 +231,52 @@ def test_a_sandbox_whose_keeper_is_killed_is_replaced(make: Callable[..., rls.Po
     assert pool.stats().died_claimed == 1
 
 
+def test_a_hub_that_is_killed_is_replaced_and_layers_are_primed_again(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=2)
+    with pool.claim(TASK, timeout=LONG) as sandbox:
+        assert sandbox.run("cat b.txt").ok
+    process = pool._pool.backend._hubs.alive.process  # type: ignore[attr-defined]
+    process.kill()
+    process.wait()
+    report = pool.run_rollouts([TASK], lambda sandbox, _: sandbox.run("cat b.txt").check().stdout, retries=3)
+    assert report.coverage == 1.0
+    assert pool.stats().created < 12, "sandboxes are made and thrown away"
+
+
+def test_a_keeper_that_is_killed_leaves_no_zombie_to_somebody_who_does_not_reap(tmp_path: Path) -> None:
+    """A trainer that is pid 1 of its container never waits for what it did not start."""
+    script = f"""
+        import ctypes, os, subprocess, time
+        import rlsandbox as rls
+        assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER: orphans come here
+        def children(pid):
+            rows = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout
+            return [int(c) for c, p in map(str.split, rows.splitlines()) if int(p) == pid]
+        def below(pid):
+            return [d for c in children(pid) for d in (c, *below(c))]
+        with rls.Pool(size=2, config=False, ledger={str(tmp_path / "ledger")!r}) as pool:
+            pool.wait_ready(timeout={LONG})
+            hub = pool._pool.backend._hubs.alive.process.pid
+            dead = 0
+            for pid in below(hub):
+                name = open(f"/proc/{{pid}}/comm").read().strip()
+                if name == "rls-keeper":
+                    os.kill(pid, 9)
+                    dead += 1
+            assert dead == 2, dead
+            while pool.stats().created < 4:
+                time.sleep(0.02)
+            time.sleep(0.2)
+            orphans = [p for p in children(os.getpid()) if p != hub and os.path.exists(f"/proc/{{p}}/stat")]
+            left = [open(f"/proc/{{p}}/comm").read().strip() for p in orphans]
+            assert not [name for name in left if name.startswith("rls")], left
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
 class Suspicious:
     """Verification that finds something while it is told to."""
 

@@ -169,6 +169,12 @@ class Local(Backend):
         try:
             await hub.give_layer(layer, member.id)
         except KeeperFailure as error:
+            if error.errno == errno.ENOENT and layer not in await hub.layers():
+                # The hub that had sealed it died, and its layers with it: it has to be made again.
+                raise SandboxError(
+                    f"layer {layer} is gone", kind="layer_gone", phase="reset", retryable=True,
+                    sandbox=member.id,
+                ) from error  # fmt: skip
             log.warning("layer %s could not be given to sandbox %s: %s", layer, member.id, error)
             return False
         return True

@@ -516,6 +516,8 @@ int hub_main(int fd, pid_t client, bool bare)
     struct err e = {0};
     h.bare_only = bare;
     prctl(PR_SET_NAME, "rls-hub");
+    /* an episode's init that outlives its keeper is reaped here: pid 1 may be a trainer, which never does */
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
     signal(SIGPIPE, SIG_IGN);
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     if (start(&h, fd, client, &e) < 0) {

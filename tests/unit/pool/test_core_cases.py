@@ -279,3 +279,59 @@ def test_a_creation_that_failed_counts_until_it_is_removed() -> None:
     pool.disposed(made.member, 31.0)
     pool.tick(90.0)
     assert len(take(pool, Provision)) == 1
+
+
+def test_a_layer_that_is_gone_is_primed_again() -> None:
+    """A hub that died took its layers along; resets onto them failed for ever."""
+    pool = core(size=1, ceiling=1, shared_layers=True)
+    pool.claim("A", "1", 0.0)
+    play(pool, 0.0)
+    (member,) = pool.members
+    pool.release(1, 1.0)
+    pool.layer_gone("1", 1.0)
+    pool.lost(member, Cause("layer_gone", "layer 1 is gone"), 1.0)
+    pool.claim("A", "1", 1.0)
+    done = play(pool, 1.0)
+    assert any(isinstance(action, Prime) for action in done)
+    assert any(isinstance(action, Grant) for action in done)
+
+
+def test_a_snapshot_that_is_gone_is_refused_at_once() -> None:
+    pool = core(size=0, ceiling=1, shared_layers=True)
+    pool.claim("A", None, 0.0)
+    play(pool, 0.0)
+    (member,) = pool.members
+    pool.keep_layer("s", "A", 10, 0.0, member=member, parent=None)
+    waiting = pool.claim("A", "s", 0.0)
+    pool.layer_gone("s", 0.0)
+    (refused,) = take(pool, Refuse)
+    assert refused.claim == waiting.id and "lost" in refused.message
+
+
+def test_members_that_never_get_ready_are_not_replaced_as_fast_as_the_machine_can() -> None:
+    pool = core(size=1, ceiling=1, shared_layers=True)
+    pool.claim("A", "1", 0.0)
+    play(pool, 0.0)
+    (member,) = pool.members
+    pool.release(1, 0.0)
+    pool.lost(member, OOPS, 0.0)
+    claim = pool.claim("A", "1", 0.0)
+    now, made, refused = 0.0, 0, []
+    while now < 30.0 and not refused:
+        while pool.actions and not refused:
+            match action := pool.actions.pop(0):
+                case Provision(member):
+                    made += 1
+                    pool.provisioned(member, now)
+                case Reset(member):
+                    pool.lost(member, OOPS, now)
+                case Dispose(member):
+                    pool.disposed(member, now)
+                case Refuse():
+                    refused.append(action)
+        assert pool.wake is not None
+        now = max(now + 0.01, min(pool.wake, now + 1.0))
+        pool.tick(now)
+    assert [r.claim for r in refused] == [claim.id]
+    assert "it went wrong" in refused[0].message
+    assert made < 10
