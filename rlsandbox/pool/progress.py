@@ -37,7 +37,8 @@ class Tell:
 @contextlib.contextmanager
 def progress_bar(show: bool | None, total: int) -> Iterator[Tell]:
     """A bar on stderr; *show* None means: where stderr is a terminal."""
-    if not (sys.stderr.isatty() if show is None else show):
+    # A process without stderr (a daemon that closed it) has None there.
+    if not ((sys.stderr is not None and sys.stderr.isatty()) if show is None else show):
         yield Tell()
         return
     from rich.console import Console

@@ -343,3 +343,10 @@ def test_the_time_of_a_rollout_is_not_that_of_the_batch(sync: Sync) -> None:
         sync.pool, sync.side, tasks(4), policy, concurrency=1, timeout=1.0, progress=False
     )
     assert report.coverage == 1.0
+
+
+def test_without_a_stderr(sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon that closed its descriptors has no ``sys.stderr``."""
+    monkeypatch.setattr(sys, "stderr", None)
+    report = sync_run_rollouts(sync.pool, sync.side, tasks(1), lambda sandbox, task: "done")
+    assert report.coverage == 1.0
