@@ -56,18 +56,14 @@ class SandboxError(Exception):
         self.kind = kind if kind is not None else self.default_kind
         self.phase = phase if phase is not None else self.default_phase
         self.retryable = retryable if retryable is not None else self.default_retryable
-        self.infrastructure = (
-            infrastructure if infrastructure is not None else self.default_infrastructure
-        )
+        self.infrastructure = infrastructure if infrastructure is not None else self.default_infrastructure
         self.hint = hint
         self.sandbox = sandbox
         self.task = task
 
     def __str__(self) -> str:
         where = " ".join(
-            f"{name} {value}"
-            for name, value in (("sandbox", self.sandbox), ("task", self.task))
-            if value
+            f"{name} {value}" for name, value in (("sandbox", self.sandbox), ("task", self.task)) if value
         )
         text = f"{self.message} [{where}]" if where else self.message
         return f"{text} ({self.hint})" if self.hint else text

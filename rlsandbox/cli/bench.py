@@ -7,8 +7,8 @@ from pathlib import Path
 
 import click
 
-from .common import console, json_option, print_json, writable_file
 from ..bench.local import LocalReport, run_local
+from .common import console, json_option, print_json, writable_file
 
 
 @click.group()

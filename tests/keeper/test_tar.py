@@ -154,7 +154,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_streams_are_refused(keeper: Keeper, name: str) -> None:
     before = keeper.sh("cat /etc/passwd; ls /etc /tmp /").stdout
-    with pytest.raises(KeeperError, match="import a layer|layer"):
+    with pytest.raises(KeeperError, match=r"import a layer|layer"):
         bring(keeper, "bad", made(*HOSTILE[name]))
     with pytest.raises(KeeperError):
         stand_on(keeper, "bad")

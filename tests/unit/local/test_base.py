@@ -225,7 +225,10 @@ def test_the_limit_of_the_own_group_counts(tmp_path: Path) -> None:
     (mount / "job/step").mkdir(parents=True)
     proc = tmp_path / "proc/self"
     proc.mkdir(parents=True)
-    for kind, controllers, file in (("cgroup2", "", "memory.max"), ("cgroup", "memory", "memory.limit_in_bytes")):
+    for kind, controllers, file in (
+        ("cgroup2", "", "memory.max"),
+        ("cgroup", "memory", "memory.limit_in_bytes"),
+    ):
         (proc / "mountinfo").write_text(f"30 1 0:26 / {mount} rw shared:9 - {kind} cgroup rw,{controllers}\n")
         (proc / "cgroup").write_text(f"0:{controllers}:/job/step\n")
         (mount / "job/step" / file).write_text("max\n")
