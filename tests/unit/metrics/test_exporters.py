@@ -209,7 +209,7 @@ def test_json_lines(tmp_path: Path) -> None:
 
 
 def test_tables() -> None:
-    console = Console(width=130, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=130, record=True, file=open("/dev/null", "w"))
     metrics = filled()
     with metrics.idle.busy():
         pass
