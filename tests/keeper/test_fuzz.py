@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from rawclient import SRC, Hub, build, tlv
+from rawclient import SRC, Hub, build, make_sanitized, tlv
 
 from rlsandbox.keeper.wire import Op, Tag, Type
 
@@ -20,7 +20,7 @@ FRAMES = int(os.environ.get("RLS_FUZZ_FRAMES", "100000"))
 
 @pytest.fixture(scope="module")
 def fuzzer() -> Path:
-    subprocess.run(["make", "-s", "-C", str(SRC), "fuzz"], check=True)
+    make_sanitized("fuzz")
     return SRC / "fuzz"
 
 
@@ -45,7 +45,7 @@ def test_the_fuzzer_would_notice(tmp_path: Path) -> None:
         text = (place / file).read_text()
         assert text.count(right) == 1, name
         (place / file).write_text(text.replace(right, wrong))
-        subprocess.run(["make", "-s", "-C", str(place), "fuzz"], check=True)
+        make_sanitized("fuzz", place)
         done = subprocess.run([place / "fuzz", "1", "20000"], capture_output=True, text=True, timeout=300)
         assert done.returncode != 0, name
 
