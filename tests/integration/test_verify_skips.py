@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from rlsandbox.errors import UnsupportedError
 from rlsandbox.hooks import Residue, plugin_manager
 from rlsandbox.keeper import build
 from rlsandbox.reset.baseline import take_baseline
@@ -39,7 +40,11 @@ def leave_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str]
 
     def chosen(step: str) -> None:
         script = tmp_path / "keeper"
-        script.write_text(f'#!/bin/sh\nRLS_SKIP={step} exec {build.keeper_binary(variant="skip")} "$@"\n')
+        try:
+            keeper = build.keeper_binary(variant="skip")
+        except UnsupportedError as error:
+            pytest.skip(f"the test build of the keeper cannot be made here: {error}")
+        script.write_text(f'#!/bin/sh\nRLS_SKIP={step} exec {keeper} "$@"\n')
         script.chmod(0o755)
         monkeypatch.setattr("rlsandbox.backends.local.hubs.keeper_binary", lambda: script)
 
