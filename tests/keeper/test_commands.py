@@ -292,3 +292,26 @@ def test_control_comes_after_what_was_printed(keeper: Keeper) -> None:
         assert got == {1: out, 2: err, 4: b"%d\n" % i}
     keeper.send(Type.CANCEL, ch)
     keeper.finish(ch)
+
+
+STORM = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(0.01)\n"
+
+
+def test_a_fork_storm_leaves_the_keeper_room(hub: Hub) -> None:
+    keeper = hub.create((Tag.PIDS, 40))
+    script = "i=0; while :; do sleep 1000 & i=$((i+1)); done"
+    storms = [keeper.spawn("python3", "-c", STORM) if i else keeper.spawn("sh", "-c", f"{script}; sleep 1000") for i in range(2)]
+    time.sleep(0.5)
+    for _ in range(10):
+        assert keeper.run("echo", "still here").stdout == b"still here\n"
+        assert keeper.read("/etc/passwd").startswith(b"root")
+    processes = int(keeper.run("ls", "/proc").stdout.count(b"\n"))
+    assert processes > 30
+    for ch in storms:
+        keeper.send(Type.CANCEL, ch)
+        try:
+            keeper.finish(ch)
+        except KeeperError:
+            pass
+    keeper.call(Op.KILL_ALL)
+    assert len([p for p in keeper.sh("ls /proc").stdout.split() if p.isdigit()]) <= 4

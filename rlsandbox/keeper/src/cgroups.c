@@ -270,7 +270,7 @@ static int limit(bool v2, int dir, enum cg_kind kind, uint64_t n, struct err *e)
         }
         return 0;
     case CG_PIDS:
-        return put(dir, "pids.max", e, "%llu", n + OWN, 0);
+        return put(dir, "pids.max", e, "%llu", n + OWN + PIDS_SPARE, 0);
     default:
         quota = n * PERIOD_US / 1000;
         if (quota < MIN_QUOTA_US)

@@ -17,6 +17,7 @@ struct member {
 };
 
 enum cg_kind { CG_MEMORY, CG_PIDS, CG_CPU, CG_KINDS };
+enum { PIDS_SPARE = 16 /* beyond the limit of commands: the init can still start one, read a file */ };
 enum { CG_FILES = 4, TAG_CG_FILE = 200 /* between hub and keeper only */ };
 
 struct gone { /* a sandbox whose last processes still die in its cgroups */

@@ -176,8 +176,16 @@ static int user_become(struct inside *in, struct err *e)
 
 /* ---- programs ---- */
 
+uint32_t inside_nproc;
+
 static int set_limits(struct inside *in, struct err *e)
 {
+    struct rlimit most;
+    if (inside_nproc && getrlimit(RLIMIT_NPROC, &most) == 0) {
+        rlim_t n = most.rlim_max < inside_nproc ? most.rlim_max : inside_nproc;
+        if (setrlimit(RLIMIT_NPROC, &(struct rlimit){n, n}) < 0)
+            return fail(e, errno, "set the limit of processes");
+    }
     static const struct { const char *name; int what; } names[] = {
         {"nofile", RLIMIT_NOFILE}, {"nproc", RLIMIT_NPROC}, {"core", RLIMIT_CORE}, {"cpu", RLIMIT_CPU},
         {"fsize", RLIMIT_FSIZE}, {"stack", RLIMIT_STACK}, {"as", RLIMIT_AS}, {"memlock", RLIMIT_MEMLOCK},

@@ -75,9 +75,13 @@ int limits_inside(struct keeper *k, struct err *e)
     const struct settings *s = &k->set;
     if (s->nofile && set(RLIMIT_NOFILE, "nofile", s->nofile, e) < 0)
         return -1;
-    /* counted by user and user namespace, so by sandbox; a cgroup counts all users together */
-    if (s->pids && !k->lim.pids_cg && set(RLIMIT_NPROC, "nproc", s->pids + 1, e) < 0)
-        return -1;
+    /* counted by user and user namespace, so by sandbox; a cgroup counts all users together. The init may go a little
+     * further than the commands that it starts. */
+    if (s->pids && !s->bare) {
+        if (set(RLIMIT_NPROC, "nproc", s->pids + 1 + PIDS_SPARE, e) < 0)
+            return -1;
+        inside_nproc = s->pids + 1;
+    }
     return set(RLIMIT_CORE, "core", 0, e);
 }
 
@@ -208,7 +212,7 @@ static void watch(struct keeper *k, const struct look *l)
     size_t running;
     const struct settings *s = &k->set;
     bool memory = s->memory_bytes && !k->lim.memory_cg && l->total > s->memory_bytes;
-    bool pids = s->pids && !k->lim.pids_cg && l->count > s->pids + 1; /* several users may each have their number */
+    bool pids = s->pids && !k->lim.pids_cg && l->count > s->pids + PIDS_SPARE; /* several users may each have their number */
     if (!memory && !pids)
         return;
     struct chan *c = guilty(k, &running);
