@@ -66,7 +66,7 @@ static void chan_free(struct chan *c)
             sout_release(k, c->out[i]);
     fd_close(&c->pidfd);
     if (c->place)
-        import_drop(k, c->place);
+        import_drop(k, c->place, c->sealed);
     free(c->layer);
     free(c);
 }

@@ -44,6 +44,7 @@ struct chan {
     struct sin in[2];
     unsigned place; /* IMPORT, with the layer's name */
     char *layer;
+    bool sealed;
     int pidfd;
     pid_t pid;
     bool forked, result_done, started, ended, finishing, kill_wanted;

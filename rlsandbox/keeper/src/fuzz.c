@@ -29,7 +29,7 @@ void op_pause(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n) { 
 void op_resume(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n) { refuse(k, channel, p, n); }
 int import_begin(struct keeper *k, struct chan *c, struct err *e) { (void)k; (void)c; return fail(e, ENOSYS, "not here"); }
 int import_finish(struct chan *c, struct buf *reply, struct err *e) { (void)c; (void)reply; return fail(e, ENOSYS, "not here"); }
-void import_drop(struct keeper *k, unsigned place) { (void)k; (void)place; }
+void import_drop(struct keeper *k, unsigned place, bool sealed) { (void)k; (void)place; (void)sealed; }
 void work_export(struct worker *w) { (void)w; }
 void work_import(struct worker *w) { (void)w; }
 void limits_ended(struct chan *c) { (void)c; }

@@ -13,6 +13,7 @@
 #include <sys/wait.h>
 
 #include "cgroups.h"
+#include "disk.h"
 #include "sandbox.h"
 #include "sys.h"
 
@@ -52,6 +53,7 @@ static void member_free(struct hub *h, struct member *m)
     loop_drop(&h->loop, &m->src);
     fd_close(&m->stream);
     groups_free(h, m->name);
+    disk_end(h, m);
     free(m);
 }
 
@@ -118,7 +120,11 @@ static void from_keeper(struct src *s, uint32_t events)
     tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind);
     if (strcmp(kind, "sealed") == 0) {
         struct err e = {0};
-        if (layers_take(&h->layers, room, (size_t)n, fds, nfds, &e) < 0)
+        char name[32] = "";
+        int slot = layers_take(&h->layers, room, (size_t)n, fds, nfds, &e);
+        if (slot >= 0 && tlv_str(room, (size_t)n, TAG_PATH, name, sizeof name) > 0)
+            disk_sealed(h, m, slot, name);
+        if (slot < 0)
             fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no)); /* giving it will say it again */
         layers_gc(&h->layers, NULL, 0);
     } else if (strcmp(kind, "ice") == 0)
@@ -175,7 +181,7 @@ static void on_child(struct src *s, uint32_t events)
 /* ---- CREATE ---- */
 
 struct base {
-    int fds[MAX_LOWERS + 1 + CG_FILES];
+    int fds[MAX_LOWERS + 2 + CG_FILES];
     size_t n;
 };
 
@@ -225,6 +231,22 @@ static int base_open(struct hub *h, struct base *b, const uint8_t *p, size_t n, 
     return 0;
 }
 
+/* an upper layer on a disk comes after /dev */
+static int upper_open(struct hub *h, struct member *m, struct base *b, const uint8_t *p, size_t n, struct err *e)
+{
+    char upper[4096];
+    int r = tlv_str(p, n, TAG_UPPER, upper, sizeof upper);
+    if (r == -1 || (r >= 0 && (!*upper || strcmp(upper, "tmpfs") == 0)))
+        return 0;
+    if (r < 0 || strncmp(upper, "disk:/", 6))
+        return fail(e, EINVAL, "read where upper layers go: tmpfs or disk:/directory is wanted");
+    int fd = disk_open(h, upper + 5, m->name, &m->disk, e);
+    if (fd < 0)
+        return -1;
+    b->fds[b->n++] = fd;
+    return 0;
+}
+
 static int facts_add(struct hub *h, bool bare, struct buf *b)
 {
     if (bare)
@@ -252,7 +274,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EEXIST, "make sandbox %s", m->name);
     else if (!m->bare && h->bare_only)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
-    else if (m->bare || base_open(h, &base, p, n, &e) == 0) {
+    else if (m->bare || (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
         if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
             fail(&e, errno, "make socket pairs for a sandbox");
         else if (buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0)
@@ -285,6 +307,8 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         kill(m->pid, SIGKILL);
         groups_free(h, m->name);
     }
+    if (m)
+        disk_end(h, m);
     fd_close(&sock[0]);
     fd_close(&stream[0]);
     free(m);
@@ -512,7 +536,7 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
 
 int hub_main(int fd, pid_t client, bool bare)
 {
-    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y"};
+    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y", .layers.gone = disk_layer_gone};
     struct err e = {0};
     h.bare_only = bare;
     prctl(PR_SET_NAME, "rls-hub");

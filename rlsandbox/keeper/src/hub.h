@@ -13,6 +13,7 @@ struct member {
     uint32_t create_channel, dispose_channel; /* waiting for an answer; 0: none */
     int stream;                               /* the client's end until CREATE is answered */
     struct src src;                           /* socket pair with the keeper */
+    int disk; /* directory of its upper layers; 0: on tmpfs */
     bool ready, bare;
 };
 
@@ -43,6 +44,8 @@ struct hub {
     uint32_t request_channel;
     int host;    /* the machine's root */
     int self;    /* this program */
+    uid_t root_uid; /* what root of a sandbox is on this machine */
+    gid_t root_gid;
     int userns;  /* root: the user namespace of every sandbox; else -1 */
     int zygote, bare; /* those who fork keepers: inside the namespaces; outside, for isolation none */
     pid_t zygote_pid, bare_pid;

@@ -168,8 +168,11 @@ static int as_root(struct hub *h, struct err *e)
         if (h->userns < 0)
             return -1;
         strcpy(h->ids, "idmapped");
-        if (idmap_works(h->userns))
+        if (idmap_works(h->userns)) {
+            h->root_uid = (uid_t)ubase;
+            h->root_gid = (gid_t)gbase;
             return 0;
+        }
         fd_close(&h->userns);
     }
     /* an overlay root for one cannot be mapped, a container has no other range: then ids are its own, rights are not */

@@ -443,9 +443,10 @@ end:
     free(rest);
 }
 
-static void place_path(unsigned place, char *out, size_t cap)
+static const char *place_path(unsigned place, char *out, size_t cap)
 {
     path_join(out, cap, "/k/u/import%u", place);
+    return out + strlen("/k/u/"); /* its name on a disk */
 }
 
 void work_import(struct worker *w)
@@ -485,7 +486,7 @@ void work_import(struct worker *w)
 
 int import_begin(struct keeper *k, struct chan *c, struct err *e)
 {
-    char name[LAYER_NAME], top[64], path[96], opt[64] = "mode=0755";
+    char name[LAYER_NAME], top[64], path[96];
     if (tlv_str(c->msg.p, c->msg.len, TAG_LAYER, name, sizeof name) <= 0)
         return fail(e, EINVAL, "import a layer: it needs a name under %d bytes", LAYER_NAME);
     if (layers_find(&k->layers, name) >= 0)
@@ -493,11 +494,8 @@ int import_begin(struct keeper *k, struct chan *c, struct err *e)
     c->place = ++k->imports;
     if (!(c->layer = strdup(name)))
         return fail(e, ENOMEM, "import a layer");
-    place_path(c->place, top, sizeof top);
-    if (k->set.upper_bytes)
-        path_join(opt, sizeof opt, "mode=0755,size=%llu", (unsigned long long)k->set.upper_bytes);
-    if (mkdir(top, 0755) < 0 || mount("rls", top, "tmpfs", MS_NOSUID | MS_NODEV, opt) < 0)
-        return fail(e, errno, "mount a tmpfs for a layer");
+    if (place_new(k, top, place_path(c->place, top, sizeof top), false, e) < 0)
+        return -1;
     path_join(path, sizeof path, "%s/u", top);
     if (mkdir(path, 0755) < 0)
         return fail(e, errno, "make the layer's directories");
@@ -514,14 +512,13 @@ int import_finish(struct chan *c, struct buf *reply, struct err *e)
     char top[64];
     place_path(c->place, top, sizeof top);
     int slot = layer_make(c->k, top, c->layer, e);
+    c->sealed = slot >= 0;
     return slot < 0 ? -1 : put_u64(reply, TAG_BYTES, c->k->layers.at[slot]->bytes);
 }
 
-void import_drop(struct keeper *k, unsigned place)
+void import_drop(struct keeper *k, unsigned place, bool sealed)
 {
     char top[64];
-    (void)k;
-    place_path(place, top, sizeof top);
-    umount2(top, MNT_DETACH); /* a layer made of it has a mount of its own */
-    rmdir(top);
+    const char *name = place_path(place, top, sizeof top);
+    place_drop(k, top, name, sealed); /* a layer made of it has a mount of its own */
 }

@@ -3,6 +3,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
 
@@ -45,6 +46,13 @@ int layers_add(struct layers *l, const char *name, int fd, uint64_t bytes, const
     y->chain[0] = (uint16_t)slot;
     if (n)
         memcpy(y->chain + 1, chain, n * sizeof *chain);
+    if (l->locks && ((y->lock = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0 || flock(y->lock, LOCK_SH | LOCK_NB) < 0)) {
+        int no = errno;
+        fd_close(&y->lock);
+        umount2(path, MNT_DETACH);
+        free(y);
+        return fail(e, no, "hold layer %s", name); /* it is being removed */
+    }
     l->at[slot] = y;
     return slot;
 }
@@ -57,7 +65,7 @@ int layers_same(struct layers *l, const char *name, int fd)
         if (!l->at[i] || strcmp(l->at[i]->name, name))
             continue;
         layers_path(l, (unsigned)i, path, sizeof path);
-        if (stat(path, &a) == 0 && fstat(fd, &b) == 0 && a.st_dev == b.st_dev)
+        if (stat(path, &a) == 0 && fstat(fd, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
             return i;
         l->at[i]->named = false;
     }
@@ -79,6 +87,10 @@ void layers_gc(struct layers *l, const uint16_t *keep, unsigned n)
             layers_path(l, i, path, sizeof path);
             umount2(path, MNT_DETACH);
             rmdir(path);
+            if (l->gone)
+                l->gone(l, l->at[i]);
+            if (l->at[i]->lock > 0)
+                close(l->at[i]->lock);
             free(l->at[i]);
             l->at[i] = NULL;
         }

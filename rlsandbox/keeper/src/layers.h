@@ -10,12 +10,15 @@ struct layer {
     char name[LAYER_NAME];
     bool named; /* else only kept since others stand on it */
     uint64_t bytes;
+    int lock, disk; /* on a disk: the keeper's shared lock on it; the hub's descriptor of it. 0: none */
     unsigned n; /* chain[0] is the layer's own slot */
     uint16_t chain[MAX_CHAIN];
 };
 
 struct layers {
     const char *dir;
+    bool locks; /* hold a shared lock on each: they lie on a disk */
+    void (*gone)(struct layers *, struct layer *); /* before one is forgotten */
     struct layer *at[MAX_LAYERS];
 };
 

@@ -52,7 +52,7 @@ int limits_setup(struct keeper *k, const uint8_t *p, size_t n, const int *fds, s
     const struct settings *s = &k->set;
     bool ok = (l->memory_cg || !s->memory_bytes || put_str(&k->facts, TAG_FACT, "limit.memory=watchdog") == 0) &&
               (l->pids_cg || !s->pids || put_str(&k->facts, TAG_FACT, "limit.pids=rlimit") == 0) &&
-              (!s->upper_bytes || put_str(&k->facts, TAG_FACT, "limit.disk=tmpfs") == 0) &&
+              (!s->upper_bytes || put_str(&k->facts, TAG_FACT, s->disk ? "limit.disk=none" : "limit.disk=tmpfs") == 0) &&
               (!s->nofile || put_str(&k->facts, TAG_FACT, "limit.nofile=rlimit") == 0);
     return ok ? 0 : fail(e, ENOMEM, "keep facts");
 }
@@ -107,7 +107,7 @@ static uint64_t tmpfs_bytes(const struct keeper *k)
     struct statvfs v;
     char path[32];
     path_join(path, sizeof path, "/k/u/%u", k->generation);
-    return statvfs(path, &v) == 0 ? (uint64_t)(v.f_blocks - v.f_bfree) * v.f_frsize : 0;
+    return !k->set.disk && statvfs(path, &v) == 0 ? (uint64_t)(v.f_blocks - v.f_bfree) * v.f_frsize : 0;
 }
 
 struct look {

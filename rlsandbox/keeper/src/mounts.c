@@ -13,6 +13,7 @@
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
+#include "trees.h"
 #include "worker.h"
 
 enum { LARGE = 2 << 20 }; /* takes longer to free than a fork does */
@@ -70,7 +71,7 @@ static int tops_read(struct keeper *k, struct err *e)
     return 0;
 }
 
-int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
+int base_attach(struct keeper *k, const int *lowers, int dev_fd, int disk_fd, struct err *e)
 {
     char path[64];
     if (mount("rls", "/k", "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755,size=4m") < 0)
@@ -98,6 +99,9 @@ int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e)
     }
     if (k_move_mount(dev_fd, "", AT_FDCWD, "/k/dev") < 0)
         return fail(e, errno, "attach /dev");
+    k->layers.locks = disk_fd >= 0;
+    if (disk_fd >= 0 && (make_dir("/k/disk", 0755, e) < 0 || k_move_mount(disk_fd, "", AT_FDCWD, "/k/disk") < 0))
+        return fail(e, errno, "attach the directory for upper layers");
     static const char *const needed[] = {"/proc", "/dev", "/sys", "/tmp"};
     for (size_t i = 0; i < COUNT_OF(needed); i++)
         if (skel_add(needed[i], false, e) < 0)
@@ -130,26 +134,41 @@ int top_like(const char *path, const struct stat *st, struct err *e)
     return 0;
 }
 
+int place_new(struct keeper *k, const char *path, const char *name, bool limited, struct err *e)
+{
+    char opt[96], place[64];
+    if (make_dir(path, 0755, e) < 0)
+        return -1;
+    if (k->set.disk) {
+        path_join(place, sizeof place, "/k/disk/%s", name);
+        if (make_dir(place, 0755, e) < 0)
+            return -1;
+        return mount(place, path, NULL, MS_BIND, NULL) < 0 ? fail(e, errno, "bind a directory for an upper layer") : 0;
+    }
+    size_t at = (size_t)snprintf(opt, sizeof opt, "mode=0755");
+    if (limited && k->set.upper_bytes)
+        at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);
+    if (limited && k->set.upper_inodes)
+        snprintf(opt + at, sizeof opt - at, ",nr_inodes=%llu", (unsigned long long)k->set.upper_inodes);
+    if (mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt) < 0)
+        return fail(e, errno, "mount a tmpfs for an upper layer (%s)", opt);
+    return 0;
+}
+
 int upper_new(struct keeper *k, struct err *e)
 {
-    char path[96], opt[96];
+    char path[96], name[16];
     if (tops_read(k, e) < 0)
         return -1;
     path_join(path, sizeof path, "/k/u/%u", k->generation);
-    if (make_dir(path, 0755, e) < 0)
-        return -1;
+    path_join(name, sizeof name, "%u", k->generation);
     if (skipped("upper") && k->generation > 1) {
         char old[64];
         path_join(old, sizeof old, "/k/u/%u", k->generation - 1);
-        return mount(old, path, NULL, MS_BIND, NULL);
+        return make_dir(path, 0755, e) < 0 ? -1 : mount(old, path, NULL, MS_BIND, NULL);
     }
-    size_t at = (size_t)snprintf(opt, sizeof opt, "mode=0755");
-    if (k->set.upper_bytes)
-        at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);
-    if (k->set.upper_inodes)
-        snprintf(opt + at, sizeof opt - at, ",nr_inodes=%llu", (unsigned long long)k->set.upper_inodes);
-    if (mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt) < 0)
-        return fail(e, errno, "mount a tmpfs for the upper layer (%s)", opt);
+    if (place_new(k, path, name, true, e) < 0)
+        return -1;
     static const char *const dirs[] = {"u", "w"};
     for (size_t d = 0; d < COUNT_OF(dirs); d++) {
         path_join(path, sizeof path, "/k/u/%u/%s", k->generation, dirs[d]);
@@ -165,17 +184,27 @@ int upper_new(struct keeper *k, struct err *e)
     return make_dir(path, 01777, e);
 }
 
-void upper_forget(struct keeper *k, unsigned generation)
+void place_drop(struct keeper *k, const char *path, const char *name, bool sealed)
 {
-    char path[64];
+    umount2(path, MNT_DETACH);
+    rmdir(path);
+    int disk = k->set.disk && !sealed ? open("/k/disk", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
+    if (disk >= 0)
+        remove_tree(disk, name); /* what is left goes with the sandbox */
+    fd_close(&disk);
+}
+
+void upper_forget(struct keeper *k, unsigned generation, bool sealed)
+{
+    char path[64], name[16];
     path_join(path, sizeof path, "/k/u/%u", generation);
-    pid_t p = tmpfs_used(path) > LARGE ? helper_fork(k) : -1;
+    path_join(name, sizeof name, "%u", generation);
+    pid_t p = (k->set.disk ? !sealed : tmpfs_used(path) > LARGE) ? helper_fork(k) : -1;
     if (p > 0)
         return;
     if (p == 0)
         helper_keep(NULL, 0); /* no pipe of anybody stays open for it */
-    umount2(path, MNT_DETACH);
-    rmdir(path);
+    place_drop(k, path, name, sealed);
     if (p == 0)
         _exit(0);
 }

@@ -175,6 +175,6 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         k->conn.broken = true; /* an answer may not be lost */
     buf_free(&b);
     keeper_flush(k);
-    upper_forget(k, old);
+    upper_forget(k, old, false);
     layers_gc(&k->layers, k->stack, k->nstack);
 }

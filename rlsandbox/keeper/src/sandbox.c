@@ -148,8 +148,8 @@ int sandbox_main(int hub_fd, int client_fd)
         setrlimit(RLIMIT_NOFILE, &rl);
     }
     configure(&k, room, (size_t)n, &e);
-    /* the base's directories, /dev, then cgroup files; without isolation only those */
-    size_t base = k.set.bare ? 0 : k.set.lowers + 1;
+    /* the base's directories, /dev, where upper layers go on a disk, then cgroup files; without isolation only those */
+    size_t base = k.set.bare ? 0 : k.set.lowers + 1 + k.set.disk;
     if (!k.set.bare)
         prctl(PR_SET_PDEATHSIG, SIGKILL); /* else there would be nobody to end what it started */
     if (!e.no && nfds < base)
@@ -157,7 +157,7 @@ int sandbox_main(int hub_fd, int client_fd)
     if (!e.no && !k.set.bare && unshare(CLONE_NEWNS) < 0)
         fail(&e, errno, "make the keeper's mount namespace");
     if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && 
-        (k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[base - 1], &e) == 0))) {
+        (k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[k.set.lowers], k.set.disk ? fds[base - 1] : -1, &e) == 0))) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
         bool chosen = *k.set.mode;

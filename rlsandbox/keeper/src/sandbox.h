@@ -36,6 +36,7 @@ struct settings {
     uint64_t upper_bytes, upper_inodes, memory_bytes;
     uint32_t pids, nofile;
     bool host_network, one_id;
+    bool disk; /* upper layers lie on a disk */
     bool bare; /* isolation none: plain processes of the machine, nothing can be put back */
     struct overlay overlay[MAX_OVERLAYS];
     unsigned overlays;
@@ -129,9 +130,13 @@ void keeper_flush(struct keeper *k);
 int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e);
 
 /* mounts.c: in the keeper's own mount namespace */
-int base_attach(struct keeper *k, const int *lowers, int dev_fd, struct err *e);
+int base_attach(struct keeper *k, const int *lowers, int dev_fd, int disk_fd, struct err *e); /* disk_fd -1: tmpfs */
 int upper_new(struct keeper *k, struct err *e);
-void upper_forget(struct keeper *k, unsigned generation); /* large ones are freed by a helper */
+/* A writable place at `path` for a layer: a tmpfs, or the directory `name` on the disk. And an end of it. */
+int place_new(struct keeper *k, const char *path, const char *name, bool limited, struct err *e);
+void place_drop(struct keeper *k, const char *path, const char *name, bool sealed);
+/* large ones are freed by a helper; on a disk a sealed one stays */
+void upper_forget(struct keeper *k, unsigned generation, bool sealed);
 int top_like(const char *path, const struct stat *st, struct err *e);
 uint64_t tmpfs_used(const char *path);
 

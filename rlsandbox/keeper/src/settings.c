@@ -68,6 +68,8 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     s->memory_bytes = tlv_get(p, n, TAG_MEMORY_BYTES, 0);
     s->pids = (uint32_t)tlv_get(p, n, TAG_PIDS, 0);
     s->nofile = (uint32_t)tlv_get(p, n, TAG_NOFILE, 0);
+    struct tlv upper;
+    s->disk = tlv_find(p, n, TAG_UPPER, &upper) && upper.len > 5 && memcmp(upper.p, "disk:", 5) == 0 && !bare;
     s->bare = bare;
     if (bare) {
         strcpy(s->mode, "replace");

@@ -54,12 +54,12 @@ uint64_t tmpfs_used(const char *path)
     return statfs(path, &fs) == 0 ? (uint64_t)(fs.f_blocks - fs.f_bfree) * (uint64_t)fs.f_bsize : 0;
 }
 
-static int publish(struct keeper *k, unsigned slot, struct err *e)
+static int publish(struct keeper *k, unsigned slot, const char *place, struct err *e)
 {
     struct buf b = {0};
     int fds[MAX_CHAIN];
     unsigned n = 0;
-    int r = put_str(&b, TAG_KIND, "sealed") < 0 ? fail(e, errno, "describe a layer") : layers_put(&k->layers, slot, &b, fds, &n, e);
+    int r = put_str(&b, TAG_KIND, "sealed") < 0 || (k->set.disk && put_str(&b, TAG_PATH, place) < 0) ? fail(e, errno, "describe a layer") : layers_put(&k->layers, slot, &b, fds, &n, e);
     if (r == 0 && k->hub.fd >= 0 && msg_send(k->hub.fd, b.p, b.len, fds, n) < 0)
         r = fail(e, errno, "give the layer to the hub");
     for (unsigned i = 0; i < n; i++)
@@ -68,26 +68,21 @@ static int publish(struct keeper *k, unsigned slot, struct err *e)
     return r;
 }
 
-/* The whole chain in one tmpfs, since an overlay of very many layers is slow. Its descriptor, detached. */
-static int flattened(struct keeper *k, const char *upper, struct err *e)
+/* The whole chain in one place, since an overlay of very many layers is slow. Its descriptor, detached. */
+static int flattened(struct keeper *k, const char *upper, const char *place, struct err *e)
 {
     static char paths[MAX_CHAIN + 1][64];
     const char *from[MAX_CHAIN + 1];
-    unsigned n = 0;
-    char at[] = "/k/m";
-    path_join(paths[n], sizeof paths[n], "%s", upper);
-    from[n] = paths[n];
-    n++;
-    for (unsigned i = 0; i < k->nstack; i++, n++) {
-        layers_path(&k->layers, k->stack[i], paths[n], sizeof paths[n]);
-        from[n] = paths[n];
-    }
-    if (mount("rls", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755") < 0)
-        return fail(e, errno, "mount a tmpfs to flatten layers");
+    unsigned n = 1;
+    path_join(paths[0], sizeof paths[0], "%s", upper);
+    for (; n <= k->nstack; n++)
+        layers_path(&k->layers, k->stack[n - 1], paths[n], sizeof paths[n]);
+    for (unsigned i = 0; i < n; i++)
+        from[i] = paths[i];
     int fd = -1;
-    if (flatten(k, from, n, at, e) == 0 && (fd = k_open_tree(AT_FDCWD, at, K_OPEN_TREE_CLONE)) < 0)
+    if (place_new(k, "/k/u/flat", place, false, e) == 0 && flatten(k, from, n, "/k/u/flat", e) == 0 && (fd = k_open_tree(AT_FDCWD, "/k/u/flat", K_OPEN_TREE_CLONE)) < 0)
         fail(e, errno, "clone the flattened layer");
-    umount2(at, MNT_DETACH);
+    place_drop(k, "/k/u/flat", place, fd >= 0);
     return fd;
 }
 
@@ -105,7 +100,12 @@ static void strip(const char *upper)
 int layer_make(struct keeper *k, const char *upper, const char *name, struct err *e)
 {
     bool flat = k->nstack + 1 > MAX_CHAIN;
-    int fd = flat ? flattened(k, upper, e) : k_open_tree(AT_FDCWD, upper, K_OPEN_TREE_CLONE);
+    char place[32];
+    if (flat)
+        path_join(place, sizeof place, "flat%u", ++k->imports);
+    else
+        path_join(place, sizeof place, "%s", strrchr(upper, '/') + 1);
+    int fd = flat ? flattened(k, upper, place, e) : k_open_tree(AT_FDCWD, upper, K_OPEN_TREE_CLONE);
     if (fd < 0)
         return fail(e, errno, "clone the mount of the upper layer");
     if (!flat)
@@ -114,7 +114,7 @@ int layer_make(struct keeper *k, const char *upper, const char *name, struct err
     int slot = -1;
     char path[64];
     struct statfs fs;
-    uint64_t bytes = fstatfs(fd, &fs) == 0 ? (uint64_t)(fs.f_blocks - fs.f_bfree) * (uint64_t)fs.f_bsize : 0;
+    uint64_t bytes = k->set.disk ? tree_bytes(fd, 0) : fstatfs(fd, &fs) == 0 ? (uint64_t)(fs.f_blocks - fs.f_bfree) * (uint64_t)fs.f_bsize : 0;
     if (k_mount_setattr(fd, "", AT_EMPTY_PATH, &a) < 0)
         fail(e, errno, "make the layer read-only");
     else
@@ -123,7 +123,7 @@ int layer_make(struct keeper *k, const char *upper, const char *name, struct err
     if (slot < 0)
         return -1;
     layers_path(&k->layers, (unsigned)slot, path, sizeof path);
-    if (publish(k, (unsigned)slot, e) < 0) {
+    if (publish(k, (unsigned)slot, place, e) < 0) {
         k->layers.at[slot]->named = false;
         layers_gc(&k->layers, k->stack, k->nstack);
         return -1;
@@ -138,6 +138,7 @@ void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     struct buf b = {0};
     unsigned old = k->generation;
     int slot = -1;
+    bool flat = k->nstack + 1 > MAX_CHAIN; /* then the layer is a copy */
     if (tlv_str(p, n, TAG_LAYER, name, sizeof name) <= 0) {
         conn_fail(&k->conn, channel, EINVAL, "seal a layer: it needs a name under 128 bytes");
         return;
@@ -174,7 +175,7 @@ void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         k->conn.broken = true;
     buf_free(&b);
     keeper_flush(k);
-    upper_forget(k, old);
+    upper_forget(k, old, slot >= 0 && !flat);
     layers_gc(&k->layers, k->stack, k->nstack);
 }
 

@@ -15,6 +15,6 @@ void work_import(struct worker *w); /* import.c */
 /* import.c, in the keeper: where the helper puts the layer; then the layer is made of it, or it is thrown away */
 int import_begin(struct keeper *k, struct chan *c, struct err *e);
 int import_finish(struct chan *c, struct buf *reply, struct err *e);
-void import_drop(struct keeper *k, unsigned place);
+void import_drop(struct keeper *k, unsigned place, bool sealed);
 
 #endif

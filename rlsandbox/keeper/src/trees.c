@@ -98,6 +98,28 @@ bool same_node(int a, const char *name_a, const struct stat *sa, int b, const ch
     return same;
 }
 
+uint64_t tree_bytes(int dir, int depth)
+{
+    uint64_t sum = 0;
+    struct dirent *x;
+    struct stat st;
+    int again = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = again < 0 ? NULL : fdopendir(again);
+    while (d && (x = readdir(d))) {
+        if (!strcmp(x->d_name, ".") || !strcmp(x->d_name, "..") || fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue;
+        sum += (uint64_t)st.st_blocks * 512;
+        if (S_ISDIR(st.st_mode) && depth < TREE_DEPTH_MAX) {
+            int sub = open_dir(dirfd(d), x->d_name);
+            sum += sub >= 0 ? tree_bytes(sub, depth + 1) : 0;
+            fd_close(&sub);
+        }
+    }
+    if (d)
+        closedir(d);
+    return sum;
+}
+
 static int remove_depth(int dir, const char *name, int depth)
 {
     struct dirent *x;
