@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -83,6 +84,11 @@ def _keeper() -> list[Row]:
     else:
         name = "ziglang" if build.ZIG in compiler else " ".join(compiler)
         rows.append(Row("compiler", "ok", f"{name} makes static programs for {arch}"))
+    try:
+        subprocess.run([binary, "version"], check=True, capture_output=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        fix = "set RLSANDBOX_CACHE to a directory from which programs may run (no noexec mount)"
+        return [*rows, Row("keeper", "fail", f"{binary} cannot be run: {error}", fix)]
     rows.append(Row("keeper", "ok", f"{binary} ({binary.stat().st_size >> 10} KiB)"))
     return rows
 
