@@ -250,6 +250,10 @@ class Connection(asyncio.Protocol):
             logger.debug("keeper of %s: %s: %s", self.member, kind, text)
             if self.on_event is not None:
                 self.on_event(kind, text)
+            if kind == "episode_died":
+                # Something outside ended it (the machine's out-of-memory killer, an operator). What ran in
+                # it must not look as if it had failed by itself: that would be a reward for nothing.
+                self.give_up(text)
         elif frame.type == Type.FAIL:
             fields = Fields.decode(frame.payload)
             raise ProtocolError(f"the keeper refused: {fields.text(Tag.TEXT) or fields.text(Tag.WHAT)}")

@@ -277,6 +277,59 @@ def test_a_keeper_that_is_killed_leaves_no_zombie_to_somebody_who_does_not_reap(
     assert done.returncode == 0, done.stderr
 
 
+def inits(pool: rls.Pool) -> list[int]:
+    """First processes of the pool's episodes."""
+    rows = subprocess.run(["ps", "-eo", "pid=,ppid=,comm="], capture_output=True, text=True).stdout
+    parent = {int(p): (int(pp), comm) for p, pp, comm in (row.split(None, 2) for row in rows.splitlines())}
+    hub = pool._pool.backend._hubs.alive.process.pid  # type: ignore[attr-defined]
+
+    def below(pid: int) -> bool:
+        while pid in parent:
+            pid = parent[pid][0]
+            if pid == hub:
+                return True
+        return False
+
+    return [pid for pid, (_, comm) in parent.items() if comm.strip() == "rls-init" and below(pid)]
+
+
+@pytest.mark.parametrize("when", ["command", "grade", "file"])
+def test_an_episode_that_is_killed_from_outside_is_nobodys_reward(
+    make: Callable[..., rls.Pool], when: str
+) -> None:
+    """As by the machine's out-of-memory killer: the command had ended with 137, and that was graded."""
+    pool = make(size=1)
+    task = rls.Task(id="g", workdir="/work", grader=rls.Grader(command=["test", "-e", "done"]))
+    attempts = 0
+
+    def kill() -> None:
+        for pid in inits(pool):
+            os.kill(pid, signal.SIGKILL)
+
+    def policy(sandbox: rls.Sandbox, task: rls.Task) -> str:
+        nonlocal attempts
+        attempts += 1
+        if attempts > 1 or when == "grade":
+            sandbox.run("touch done")
+        if attempts == 1:
+            if when == "command":
+                with sandbox.popen("echo begun; sleep 60") as process:
+                    next(iter(process))
+                    kill()
+                    process.wait()
+            else:
+                kill()
+            if when == "file":
+                sandbox.read_file("/etc/passwd")
+        return "over"
+
+    report = pool.run_rollouts([task], policy, retries=1)
+    assert report.coverage == 1.0, report.failures()
+    assert report.mean_reward == 1.0
+    assert attempts == 2
+    assert pool.stats().died_claimed == 1
+
+
 class Suspicious:
     """Verification that finds something while it is told to."""
 

@@ -77,11 +77,12 @@ static void from_init(struct src *s, uint32_t events)
         return;
     if (got < (ssize_t)EMSG_HEAD) {
         episode_kill(k);
-        chan_end_all(k, ESRCH, "run in the episode: its first process died");
+        /* said first: what ran was ended by this, and did not end by itself */
         struct buf b = {0};
         if (put_str(&b, TAG_KIND, "episode_died") == 0 && put_str(&b, TAG_TEXT, "the episode's first process died") == 0)
             conn_send(&k->conn, T_EVENT, 0, 0, b.p, b.len);
         buf_free(&b);
+        chan_end_all(k, ESRCH, "run in the episode: its first process died");
     } else
         chan_from_init(k, &m, n ? fd : -1);
 }
