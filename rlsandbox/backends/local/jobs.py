@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ImageError, SandboxError
-from . import archive, base, fitting
+from . import archive, base, fitting, manifest
 from .layers import Unpacker
 from .view import OPAQUE
 
@@ -118,10 +118,10 @@ def image(*, path: str, ref: str | None, machine: str, cache: str, key: str, own
     """
     top = Path(cache)
     with scratch(top) as place, archive.open_store(Path(path), place) as store, ExitStack() as locks:
-        info = archive.read_info(store, path, ref, machine)
+        info = manifest.read_info(store, path, ref, machine)
         form = "overlay" if _overlay_marks(place) else "apply"
         home = top / "layers" / f"{key}-{form}"
-        chains = archive.chain_ids(info.layers)
+        chains = manifest.chain_ids(info.layers)
         lowers: list[str] = []
         made: list[tuple[Path, Path]] = []
         for first, last in _steps(len(chains), form):
