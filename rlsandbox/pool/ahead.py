@@ -10,13 +10,13 @@ from ..errors import ClaimTimeoutError
 if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
     from ..task import Task
-    from .pool import AsyncPool
+    from .claiming import Claiming
 
 
 class AsyncClaim:
     """A claim under way. Whoever drops it must :meth:`cancel` it."""
 
-    def __init__(self, pool: AsyncPool, task: Task | AsyncSnapshot) -> None:
+    def __init__(self, pool: Claiming, task: Task | AsyncSnapshot) -> None:
         self.needed: float | None = None
         """When somebody began to wait for it: its time to first command runs from then."""
         self._pool = pool
