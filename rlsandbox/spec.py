@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from os import PathLike, fspath
 from typing import Any, Self
 
 from .errors import ConfigError
@@ -55,6 +56,12 @@ def _positive(value: float | None, what: str, *, whole: bool = False) -> None:
     if not ok or not math.isfinite(value) or value <= 0:
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"{what} must be {kind} above 0, not {value!r}")
+
+
+def _text(value: object, what: str) -> None:
+    """None, or text that can be a name or a path."""
+    if value is not None and (not isinstance(value, str) or not value or "\0" in value):
+        raise ConfigError(f"{what} must be text that is not empty, not {value!r}")
 
 
 class _Data:
@@ -101,6 +108,12 @@ class Spec(_Data):
     labels: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if isinstance(self.image, PathLike):
+            object.__setattr__(self, "image", fspath(self.image))
+        if isinstance(self.user, int) and not isinstance(self.user, bool):
+            object.__setattr__(self, "user", str(self.user))
+        for name in ("image", "user"):
+            _text(getattr(self, name), f"Spec.{name}")
         _positive(self.cpu, "Spec.cpu")
         _positive(self.pids, "Spec.pids", whole=True)
         for name in ("memory", "disk"):

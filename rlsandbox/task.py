@@ -9,10 +9,11 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike, fspath
 from typing import Any
 
 from .errors import ConfigError
-from .spec import Limits, Spec, _Data, _positive
+from .spec import Limits, Spec, _Data, _positive, _text
 
 Cmd = str | Sequence[str]
 
@@ -37,8 +38,14 @@ class Grader(_Data):
     fresh: bool = False
 
     def __post_init__(self) -> None:
+        if not isinstance(self.command, str):
+            if not isinstance(self.command, Sequence) or not all(isinstance(a, str) for a in self.command):
+                raise ConfigError(f"Grader.command must be text or a list of text, not {self.command!r}")
+            object.__setattr__(self, "command", tuple(self.command))
         if not self.command:
             raise ConfigError("Grader.command must not be empty")
+        if not isinstance(self.reward, str):
+            raise ConfigError(f"Grader.reward must be text, not {self.reward!r}")
         _positive(self.timeout, "Grader.timeout")
         object.__setattr__(self, "files", _files(self.files, "Grader.files"))
         ok = self.reward == "exit_code" or self.reward.startswith("file:/")
@@ -80,6 +87,17 @@ class Task(_Data):
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id or "\0" in self.id:
             raise ConfigError(f"Task.id must be a string that is not empty, not {self.id!r}")
+        if isinstance(self.image, PathLike):
+            object.__setattr__(self, "image", fspath(self.image))
+        for name in ("image", "workdir", "setup"):
+            if getattr(self, name) != "":
+                _text(getattr(self, name), f"Task.{name}")
+        for name, cls in (("grader", Grader), ("spec", Spec), ("limits", Limits), ("metadata", Mapping)):
+            value = getattr(self, name)
+            if not isinstance(value, cls) and not (value is None and name in ("grader", "spec")):
+                raise ConfigError(
+                    f"Task.{name} must be a {cls.__name__}, not {type(value).__name__}", task=self.id
+                )
         if self.workdir is not None and not self.workdir.startswith("/"):
             raise ConfigError(f"Task.workdir must be an absolute path, not {self.workdir!r}", task=self.id)
         object.__setattr__(self, "files", _files(self.files, "Task.files"))
@@ -121,6 +139,8 @@ def _files(value: Mapping[str, str | bytes], what: str) -> dict[str, str | bytes
             raise ConfigError(f"{what}: {path!r} must not contain '..'")
         if not isinstance(data, (str, bytes)):
             raise ConfigError(f"{what}[{path!r}] must be text or bytes, not {type(data).__name__}")
+        if isinstance(data, str) and any("\ud800" <= c <= "\udfff" for c in data):
+            raise ConfigError(f"{what}[{path!r}]: this text cannot be written as UTF-8; give bytes")
     return dict(value)
 
 
