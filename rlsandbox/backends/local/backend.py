@@ -53,7 +53,8 @@ class Local(Backend):
             by namespaces or refuse; ``"none"`` runs commands unisolated, with a warning.
         base: an image for specs that name none; None: the host's own programs, by an allow-list.
         mode: the reset mode, ``"overlay"`` or ``"userns"``; empty: the best that works here.
-        upper: where what an episode writes is kept: ``"tmpfs"``, or a directory on a disk.
+        upper: where what an episode writes is kept: ``"tmpfs"``, or a directory on a disk, which has room for
+            more than memory but holds no ``Spec.disk``.
     """
 
     name = "local"
@@ -99,6 +100,12 @@ class Local(Backend):
         self, spec: Spec, *, member: str, labels: Mapping[str, str], deadline: float
     ) -> Member:
         isolation = self._isolation_of(spec)
+        if self._upper != "tmpfs" and spec.disk is not None:
+            raise UnsupportedError(
+                f"disk={spec.disk!r} cannot be held: episodes write to {self._upper}, and only a tmpfs has a size",
+                phase="provision",
+                hint='leave disk out, or Local(upper="tmpfs")',
+            )
         try:
             async with asyncio.timeout(deadline):
                 hub = await self._hubs.get(isolation)
@@ -110,16 +117,11 @@ class Local(Backend):
             raise _explained(error) from error
         facts = {**limits.of(spec).facts(), **facts_of(reply), **root.facts}
         facts |= {"mode": reply.text(Tag.MODE), "isolation": isolation}
+        if self._upper != "tmpfs":
+            del facts["disk_bytes"]  # told is what holds
         made = Member(id=member, node=platform.node(), facts=facts)
         workdir = facts["workdir"] if isolation == "none" else None
         self._places[member] = _Place(dict(labels), made, stream, workdir)
-        if self._upper != "tmpfs" and facts.get("limit.disk") == "tmpfs":
-            await self.dispose(made)
-            raise UnsupportedError(
-                "the keeper keeps what episodes write on a tmpfs only",
-                phase="provision",
-                hint='upper="tmpfs"',
-            )
         return made
 
     async def connect(self, member: Member) -> tuple[StreamReader, StreamWriter]:
@@ -257,8 +259,8 @@ class Local(Backend):
             "overlay": [f"{target}={lower}" for target, lower in root.overlays],
             "bind": [f"{target}={source}" for target, source in root.binds],
             "upper": "tmpfs" if place is None else f"disk:{place}",
-            "upper_bytes": allowed.disk,
-            "upper_inodes": allowed.inodes,
+            "upper_bytes": allowed.disk if place is None else None,
+            "upper_inodes": allowed.inodes if place is None else None,
             "memory_bytes": allowed.memory,
             "cpu_milli": allowed.cpu_milli,
             "pids": allowed.pids,
