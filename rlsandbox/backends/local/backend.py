@@ -102,7 +102,7 @@ class Local(Backend):
         isolation = self._isolation_of(spec)
         if self._upper != "tmpfs" and spec.disk is not None:
             raise UnsupportedError(
-                f"disk={spec.disk!r} cannot be held: episodes write to {self._upper}, and only a tmpfs has a size",
+                f"disk={spec.disk!r} cannot be held in {self._upper}: only a tmpfs has a size",
                 phase="provision",
                 hint='leave disk out, or Local(upper="tmpfs")',
             )
