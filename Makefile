@@ -1,4 +1,5 @@
 # make demo   24 small tasks in isolated, warm, verified sandboxes: table and plot
+# make demo-trl  GRPO with TRL on the CPU, a tiny model in local sandboxes: log, rewards, plot
 # make test   the test suite
 # make lint   ruff, mypy, import rules
 # make clean  forget the virtual environment
@@ -16,13 +17,16 @@ MADE_OF := pyproject.toml setup.py $(wildcard build_backend/*.py)
 # With this set, importing large packages takes seconds longer each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test lint clean
+.PHONY: help demo demo-trl test lint clean
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 demo: $(VENV)/.have-demo
 	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 2 \
 	    --require-coverage 1 --require-reward 1 --plot demo.png $(ARGS)
+
+demo-trl: $(VENV)/.have-trl
+	$(PY) -W ignore::FutureWarning examples/trl_grpo.py $(ARGS)
 
 test: $(VENV)/.have-dev
 	$(PY) -m pytest $(ARGS)
@@ -53,4 +57,5 @@ $(VENV)/.have-%: $(PY) $(MADE_OF)
 	@touch $@
 
 EXTRA_demo := plots
+EXTRA_trl := trl,plots
 EXTRA_dev := dev

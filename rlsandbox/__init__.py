@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .env import SandboxEnv, SandboxVectorEnv
     from .ledger.report import Report
     from .metrics import Metrics, Series, Summary
-    from .pool import AsyncClaim, AsyncPool, Claim, Pool, PoolRef, PoolStats
+    from .pool import AsyncClaim, AsyncEpisode, AsyncPool, Claim, Episode, Pool, PoolRef, PoolStats
     from .pool.policy import AsyncRollout
     from .sandbox import (
         AsyncProcess,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "AsyncClaim": "pool",
+    "AsyncEpisode": "pool",
     "AsyncPool": "pool",
     "AsyncProcess": "sandbox",
     "AsyncRollout": "pool.policy",
@@ -47,6 +48,7 @@ _LAZY = {
     "AsyncSession": "sandbox",
     "AsyncSnapshot": "sandbox",
     "Claim": "pool",
+    "Episode": "pool",
     "Metrics": "metrics",
     "Pool": "pool",
     "PoolRef": "pool",
@@ -68,6 +70,7 @@ _MODULES = ("backends", "errors", "hooks", "metrics", "testing")
 
 __all__ = [
     "AsyncClaim",
+    "AsyncEpisode",
     "AsyncPool",
     "AsyncProcess",
     "AsyncRollout",
@@ -78,6 +81,7 @@ __all__ = [
     "Claim",
     "CommandResult",
     "Credentials",
+    "Episode",
     "Failure",
     "FileInfo",
     "Grader",

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .ahead import AsyncClaim
+    from .driving import AsyncEpisode, Episode
     from .owner import PoolRef
     from .pool import AsyncPool
     from .stats import PoolStats
@@ -14,14 +15,16 @@ if TYPE_CHECKING:
 
 _LAZY = {
     "AsyncClaim": "ahead",
+    "AsyncEpisode": "driving",
     "AsyncPool": "pool",
     "Claim": "sync",
+    "Episode": "driving",
     "Pool": "sync",
     "PoolRef": "owner",
     "PoolStats": "stats",
 }
 
-__all__ = ["AsyncClaim", "AsyncPool", "Claim", "Pool", "PoolRef", "PoolStats"]
+__all__ = ["AsyncClaim", "AsyncEpisode", "AsyncPool", "Claim", "Episode", "Pool", "PoolRef", "PoolStats"]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,12 +13,17 @@ if TYPE_CHECKING:
     from .claiming import Claiming
 
 
-class AsyncClaim:
+class Need:
+    """Of a claim that is asked for ahead: when somebody began to wait for it."""
+
+    needed: float | None = None
+    """Its time to first command runs from then."""
+
+
+class AsyncClaim(Need):
     """A claim under way. Whoever drops it must :meth:`cancel` it."""
 
     def __init__(self, pool: Claiming, task: Task | AsyncSnapshot) -> None:
-        self.needed: float | None = None
-        """When somebody began to wait for it: its time to first command runs from then."""
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._taken = False

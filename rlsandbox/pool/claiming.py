@@ -14,7 +14,7 @@ from ..hooks import Rollout
 from ..metrics import Metrics, TtfcSample
 from ..spec import Spec
 from ..task import Task
-from .ahead import AsyncClaim
+from .ahead import AsyncClaim, Need
 from .driver import Driver, Held
 from .lending import Lease, Lender
 from .model import PoolClaim, State
@@ -58,7 +58,12 @@ class Claiming:
     # -- claiming ------------------------------------------------------------------------------------
 
     def claim(
-        self, task: Task | AsyncSnapshot, *, timeout: float | None = None, rollout: Rollout | None = None
+        self,
+        task: Task | AsyncSnapshot,
+        *,
+        timeout: float | None = None,
+        rollout: Rollout | None = None,
+        ahead: Need | None = None,
     ) -> AwaitableCM[AsyncSandbox]:
         """A ready, verified sandbox for *task*, or one with a snapshot's state.
 
@@ -67,6 +72,7 @@ class Claiming:
         Args:
             timeout: seconds until :class:`ClaimTimeoutError`, which says what it waited for.
             rollout: whose attempt it is for; credential hooks are told.
+            ahead: it is asked for before it is needed; says when that is.
 
         Raises:
             ClaimTimeoutError: none by the deadline, or none ready and ``when_empty="fail"``.
@@ -76,7 +82,7 @@ class Claiming:
         """
 
         async def make() -> AsyncSandbox:
-            return await self._claim(task, timeout=timeout, rollout=rollout)
+            return await self._claim(task, timeout=timeout, rollout=rollout, ahead=ahead)
 
         return AwaitableCM(make, _release)
 
@@ -94,7 +100,7 @@ class Claiming:
         timeout: float | None = None,
         rollout: Rollout | None = None,
         counted: bool = True,
-        ahead: AsyncClaim | None = None,
+        ahead: Need | None = None,
     ) -> AsyncSandbox:
         needed = asyncio.get_running_loop().time()
         task, spec, layer = self._resolve(task)

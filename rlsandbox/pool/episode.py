@@ -30,6 +30,7 @@ from ..hooks import Rollout
 from ..ledger.failures import cause_of, jsonable
 from ..results import Failure, Outcome, Record
 from ..task import Task
+from .ahead import Need
 from .attempts import judge
 
 if TYPE_CHECKING:
@@ -54,7 +55,14 @@ class Host(Protocol):
     async def _recorded(self, record: Record) -> None:
         """The record is on disk, and plugins were told."""
 
-    def claim(self, task: Any, *, timeout: float | None = None, rollout: Rollout | None = None) -> Any:
+    def claim(
+        self,
+        task: Any,
+        *,
+        timeout: float | None = None,
+        rollout: Rollout | None = None,
+        ahead: Need | None = None,
+    ) -> Any:
         """An awaitable of an AsyncSandbox for one attempt of *rollout*, its credentials issued."""
 
 
@@ -93,6 +101,8 @@ class Episode:
             clock.requested()
         self._entry = pool.ledger.request(task, group=group, batch=batch)
         self._attempt: Attempt | None = None
+        self._need: Need | None = None
+        self._beginning: asyncio.Task[Any] | None = None
 
     @property
     def record(self) -> Record | None:
@@ -116,15 +126,41 @@ class Episode:
             and self.attempts <= self._retries
         )
 
+    def begin_ahead(self, *, timeout: float | None = None) -> None:
+        """Start what :meth:`begin` does; the next call of it waits for this one's sandbox.
+
+        Time to first command runs from then. Whoever drops the episode must :meth:`cancel` it.
+        """
+        if self._beginning is not None:
+            raise SandboxStateError("this rollout is beginning already", task=self.task.id)
+        self._need = Need()
+        self._beginning = asyncio.get_running_loop().create_task(self._begin(timeout))
+        self._beginning.add_done_callback(_seen)
+
     async def begin(self, *, timeout: float | None = None) -> Any:
         """A sandbox for the next attempt. A claim that infrastructure broke is asked for again.
 
         Args:
-            timeout: seconds for all of it.
+            timeout: seconds for all of it; one that was given to :meth:`begin_ahead` holds instead.
 
         Raises:
             SandboxError: there is none; the rollout has its record.
         """
+        beginning, self._beginning = self._beginning, None
+        if beginning is None:
+            return await self._begin(timeout)
+        assert self._need is not None
+        self._need.needed = asyncio.get_running_loop().time()
+        try:
+            await asyncio.wait({beginning})
+        except asyncio.CancelledError:
+            beginning.cancel()
+            await asyncio.wait({beginning})
+            raise
+        self._need = None
+        return beginning.result()
+
+    async def _begin(self, timeout: float | None) -> Any:
         if self._attempt is not None or self.record is not None:
             raise SandboxStateError("this rollout has a sandbox already, or has ended", task=self.task.id)
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -134,7 +170,8 @@ class Episode:
             rollout = self._rollout(self._attempt.n)
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                sandbox = await self._pool.claim(self.task, timeout=left, rollout=rollout)
+                ahead = {} if self._need is None else {"ahead": self._need}
+                sandbox = await self._pool.claim(self.task, timeout=left, rollout=rollout, **ahead)
             except asyncio.CancelledError:
                 self._end_attempt(None)
                 await self.cancel("its claim was cancelled")
@@ -196,6 +233,11 @@ class Episode:
 
     async def cancel(self, cause: str) -> Record | None:
         """Whoever drove it stopped. Nothing happens when it has ended."""
+        beginning = self._beginning
+        if beginning is not None and beginning is not asyncio.current_task():
+            self._beginning = None
+            beginning.cancel()
+            await asyncio.wait({beginning})
         self._end_attempt(None)
         record = self._entry.cancel(cause)
         if record is not None:
@@ -245,3 +287,8 @@ class Episode:
             self._pool.ledger.note("cleanup_failed", cause_of(failed), rollout=self._entry.id, what="release")
         if cancelled is not None:
             raise cancelled
+
+
+def _seen(beginning: asyncio.Task[Any]) -> None:
+    if not beginning.cancelled():
+        beginning.exception()  # begin() raises it, if anybody asks

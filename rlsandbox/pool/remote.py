@@ -26,7 +26,7 @@ from ..keeper.connection import KeeperFailure
 from ..ledger import Ledger
 from ..metrics import Metrics, TtfcSample
 from ..task import Task
-from .ahead import AsyncClaim
+from .ahead import Need
 from .channel import Channel, ChannelClosedError, ask_blocking
 from .lending import sample_of
 from .owner import PoolRef, plain
@@ -180,7 +180,7 @@ class RemotePool(AsyncPool):
         timeout: float | None = None,
         rollout: Rollout | None = None,
         counted: bool = True,
-        ahead: AsyncClaim | None = None,
+        ahead: Need | None = None,
     ) -> AsyncSandbox:
         self._check()
         needed = self.now()

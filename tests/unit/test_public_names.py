@@ -16,9 +16,9 @@ from rlsandbox import errors
 
 NAMES = {
     "rlsandbox": """
-        AsyncClaim AsyncPool AsyncProcess AsyncRollout AsyncSandbox AsyncSandboxes AsyncSession AsyncSnapshot
-        Claim CommandResult Failure FileInfo Grader Limits Metrics Outcome Pool PoolRef PoolStats Process
-        Record Report Rollout Sandbox SandboxEnv SandboxVectorEnv Sandboxes Series Session Snapshot Spec
+        AsyncClaim AsyncEpisode AsyncPool AsyncProcess AsyncRollout AsyncSandbox AsyncSandboxes AsyncSession
+        AsyncSnapshot Claim CommandResult Episode Failure FileInfo Grader Limits Metrics Outcome Pool
+        PoolRef PoolStats Process Record Report Rollout Sandbox SandboxEnv SandboxVectorEnv Sandboxes Series Session Snapshot Spec
         Summary Task hookimpl load_tasks
     """,
     "rlsandbox.backends": "Backend Capabilities Local Member Simulated keeper_binary",
@@ -50,6 +50,7 @@ PAIRS = [
     (rls.Process, rls.AsyncProcess),
     (rls.Snapshot, rls.AsyncSnapshot),
     (rls.Claim, rls.AsyncClaim),
+    (rls.Episode, rls.AsyncEpisode),
 ]
 HOOKS = [
     "prime",

@@ -1,0 +1,140 @@
+"""SandboxCallback: the pool's numbers in the trainer's own log, and a pool that is always closed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import TrainerCallback
+
+import rlsandbox as rls
+from rlsandbox.metrics import Snapshot
+
+from . import versions
+from ._hooks import Hooks
+from .tally import Tally, counter_of
+
+log = logging.getLogger("rlsandbox.trl")
+COUNTERS = ("claims", "resets", "recycled", "quarantined", "never_started")
+
+
+class SandboxCallback(TrainerCallback):
+    """Logs what the pool did since the last log, under ``sandbox/``; evaluation has numbers of its own.
+
+    A log covers everything since the one before, so numbers are right with any number of accumulation steps,
+    iterations and steps per generation: a step that generated nothing claimed nothing. Percentiles are exact,
+    over the samples of all processes.
+
+    Args:
+        trainer: a GRPOTrainer.
+        pool: what its environments, tools or rewards use.
+        close: close the pool when training ends, by an exception too. (Signals and the interpreter's exit
+            close every pool anyway.)
+    """
+
+    def __init__(self, trainer: Any, pool: rls.Pool, *, close: bool = True) -> None:
+        versions.require()
+        self._trainer, self._pool, self._close = trainer, pool, close
+        self._window = pool.metrics.window()
+        self._counter = counter_of(pool)
+        self._mode = "train"
+        self._found: dict[str, tuple[Snapshot, Tally]] = {}
+        self._ended = False
+        self._hooks = Hooks(trainer)
+        self._hooks.wrap("_generate_and_score_completions", self._generating)
+        for name in ("_generate_single_turn", "compute_loss"):
+            self._hooks.wrap(name, self._working)
+        self._hooks.wrap("train", self._training)
+
+    # ------------------------------------------------------------------ around the trainer's methods
+
+    def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self._take()
+        self._mode = "train" if self._trainer.model.training else "eval"
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._take()
+            self._mode = "train"
+
+    def _working(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with self._pool.metrics.idle.busy():
+            return original(*args, **kwargs)
+
+    def _training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            self._end()
+
+    # ------------------------------------------------------------------ events
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        last = state.max_steps and state.global_step >= state.max_steps
+        if control.should_log or last:  # else the trainer would average windows, and percentiles with them
+            self._take()
+            self._tell("train")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tell("eval", keep=True)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._found.pop("eval", None)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._end()
+
+    # ------------------------------------------------------------------ numbers
+
+    def _take(self) -> None:
+        """What happened since the last look belongs to the present mode."""
+        snapshot, tally = self._window.pop(), self._counter.pop()
+        before = self._found.get(self._mode)
+        if before is not None:
+            snapshot, tally = Snapshot.merge([before[0], snapshot]), Tally.merge([before[1], tally])
+        self._found[self._mode] = snapshot, tally
+
+    def _tell(self, mode: str, *, keep: bool = False) -> None:
+        found = self._found.get(mode) if keep else self._found.pop(mode, None)
+        if found is None:
+            found = Snapshot(), Tally()
+        snapshot, tally = self._all(found)
+        for name, value in numbers(snapshot, tally).items():
+            self._trainer._metrics[mode][f"sandbox/{name}"] = [value]
+
+    def _all(self, found: tuple[Snapshot, Tally]) -> tuple[Snapshot, Tally]:
+        """Of all processes."""
+        if self._trainer.accelerator.num_processes == 1:
+            return found
+        from accelerate.utils import gather_object
+
+        parts = gather_object([found])
+        return Snapshot.merge(s for s, _ in parts), Tally.merge(t for _, t in parts)
+
+    def _end(self) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._hooks.remove()
+        if self._close:
+            self._pool.close()
+
+
+def numbers(snapshot: Snapshot, tally: Tally) -> dict[str, float]:
+    """The log's names and numbers; what did not happen has none."""
+    flat: dict[str, float] = {}
+    for name, series in (("ttfc/", "ttfc"), ("reset/", "reset"), ("verify/", "verify")):
+        if series in snapshot.samples:
+            flat.update(snapshot.samples[series].summary().to_dict(name))
+    batches = snapshot.samples.get("batch")
+    if batches is not None and len(batches):
+        flat["batch_completion_s"] = sum(batches.values) / len(batches)
+    counters = snapshot.counters
+    flat.update({name: float(counters.get(name, 0)) for name in COUNTERS})
+    flat.update({name: float(n) for name, n in counters.items() if name.startswith("failures/") and n})
+    if snapshot.idle is not None:
+        flat["blocked_s"] = snapshot.idle.blocked_s
+        if snapshot.idle.ratio is not None:
+            flat["idle_ratio"] = snapshot.idle.ratio
+    flat.update(tally.to_dict())
+    return flat

@@ -1,0 +1,122 @@
+"""Claims for a whole batch at once, and the pool told which tasks come next while the model generates."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import rlsandbox as rls
+
+from . import versions
+from ._hooks import Hooks
+
+if TYPE_CHECKING:
+    from .training import SandboxTraining
+
+log = logging.getLogger("rlsandbox.trl")
+NEEDED = ("_generate_and_score_completions", "_generate", "_get_train_sampler")
+
+
+class Peeking:
+    """A sampler that reads one generation batch further than it gives, in order and nothing else changed.
+
+    Args:
+        sampler: the trainer's.
+        size: indices of one generation batch, over all processes.
+    """
+
+    def __init__(self, sampler: Any, size: int) -> None:
+        self.sampler, self.size = sampler, size
+        self.blocks: deque[list[int]] = deque()
+        """Generation batches from the one being generated on, repeats of the same one left out."""
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def __iter__(self) -> Iterator[int]:
+        source = iter(self.sampler)
+        read: deque[list[int]] = deque()
+        self.blocks.clear()
+
+        def more() -> bool:
+            block = list(islice(source, self.size))
+            if not block:
+                return False
+            read.append(block)
+            if not self.blocks or self.blocks[-1] != block:
+                self.blocks.append(block)
+            return True
+
+        while read or more():
+            block = read.popleft()
+            # Until another batch is there: what follows may be the present one's repeat.
+            while (not read or read[-1] == block) and more():
+                pass
+            yield from block
+
+    def after(self, index: int) -> list[int]:
+        """The generation batch that follows the one with *index*; nothing when it is not known."""
+        for position, block in enumerate(self.blocks):
+            if index in block:
+                for _ in range(position):
+                    self.blocks.popleft()
+                return self.blocks[1] if len(self.blocks) > 1 else []
+        return []
+
+
+def look_ahead(trainer: Any, training: SandboxTraining) -> None:
+    """Begin a batch's claims together, and expect the next batch while this one is generated."""
+    versions.require()
+    missing = [name for name in NEEDED if not callable(getattr(trainer, name, None))]
+    if missing:
+        log.warning("the trainer has no %s: sandboxes are claimed one after the other", missing[0])
+        return
+    hooks, state = Hooks(trainer), _State()
+    positions = {task: index for index, task in enumerate(training.tasks)}
+
+    def sampler(original: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        # Only where the rows are ours, in our order.
+        if getattr(trainer.train_dataset, "column_names", None) != ["prompt", "task_id"]:
+            return found
+        state.peeking = Peeking(found, trainer.args.generation_batch_size)
+        state.ids = list(trainer.train_dataset["task_id"])
+        return state.peeking
+
+    def batch(original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = "" if trainer.model.training else "eval-"
+        state.next = []
+        if not mode and state.peeking is not None and inputs:
+            task_id = inputs[0].get("task_id")
+            index = state.ids.index(task_id) if task_id in positions else -1
+            state.next = [training.tasks[state.ids[i]] for i in state.peeking.after(index)]
+        try:
+            training._begin_batch(inputs, f"{mode}{trainer.state.global_step}")
+            return original(inputs, *args, **kwargs)
+        finally:
+            training._end_batch()
+
+    def generate(original: Any, *args: Any, **kwargs: Any) -> Any:
+        # After the resets: each claim takes off one of what is expected.
+        if state.next and trainer.accelerator.is_main_process:
+            training.pool.expect(state.next, replace=True)
+        return original(*args, **kwargs)
+
+    hooks.wrap("_get_train_sampler", sampler)
+    hooks.wrap("_generate_and_score_completions", batch)
+    hooks.wrap("_generate", generate)
+
+
+class _State:
+    peeking: Peeking | None = None
+    ids: list[str]
+    next: list[rls.Task]
+
+    def __init__(self) -> None:
+        self.ids, self.next = [], []

@@ -1,0 +1,186 @@
+"""SandboxTraining: tasks in; a dataset, an environment factory and :meth:`SandboxTraining.attach` out."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import rlsandbox as rls
+from rlsandbox.errors import ConfigError
+from rlsandbox.metrics import BatchClock
+
+from . import versions
+from .environment import SandboxEnvironment
+from .tally import Counter, counter_of
+
+TOOLS = ("shell", "read_file", "write_file", "submit")
+
+
+class SandboxTraining:
+    """Tasks for a GRPOTrainer, each rollout in a sandbox of its own.
+
+    Args:
+        tasks: tasks, or where :func:`rlsandbox.load_tasks` finds them.
+        pool: a pool of yours; it has room for all rollouts that a process generates at once.
+        tools: those of the environment's own tools that the model gets; a subclass's tools it always gets.
+        environment: a subclass of :class:`SandboxEnvironment`.
+        retries: further claims for a rollout whose claim infrastructure broke.
+        claim_timeout: seconds a rollout may wait for its sandbox, retries included; then it is missing.
+        command_timeout: seconds a command of the tool ``shell`` may take.
+        output: characters that a tool answers at most.
+        pool_kwargs: of a pool of its own: ``size=`` and whatever :class:`rlsandbox.Pool` takes.
+    """
+
+    def __init__(
+        self,
+        tasks: Iterable[rls.Task] | str,
+        *,
+        pool: rls.Pool | None = None,
+        tools: Sequence[str] = TOOLS,
+        environment: type[SandboxEnvironment] = SandboxEnvironment,
+        retries: int = 2,
+        claim_timeout: float = 300.0,
+        command_timeout: float = 60.0,
+        output: int = 8000,
+        **pool_kwargs: Any,
+    ) -> None:
+        versions.require()
+        if pool is not None and pool_kwargs:
+            raise ConfigError(f"{min(pool_kwargs)}= belongs to a pool of its own, but pool= is given")
+        unknown = sorted(set(tools) - set(TOOLS))
+        if unknown:
+            raise ConfigError(f"there is no tool called {unknown[0]!r}", hint=f"tools: {', '.join(TOOLS)}")
+        found = rls.load_tasks(tasks) if isinstance(tasks, str) else list(tasks)
+        self.tasks = {task.id: task for task in found}
+        if not found or len(self.tasks) != len(found):
+            raise ConfigError("there are no tasks" if not found else "two tasks have the same id")
+        self._environment = _without(environment, [name for name in TOOLS if name not in tools])
+        self._retries, self._claim_timeout = retries, claim_timeout
+        self._command_timeout, self._output = command_timeout, output
+        self._pool, self._own, self._pool_kwargs = pool, pool is None, pool_kwargs
+        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="rlsandbox-trl")
+        self._environments: list[SandboxEnvironment] = []
+        self._ahead: dict[str, deque[rls.Episode]] = {}
+        self._batch: str | None = None
+        self._clock: BatchClock | None = None
+        self._label = ""
+        self._batches = 0
+
+    @property
+    def pool(self) -> rls.Pool:
+        """The pool; one of its own is made when it is first needed, and anew when it was closed."""
+        if self._pool is None or (self._own and self._pool.closed):
+            self._pool = rls.Pool(**self._pool_kwargs)
+        return self._pool
+
+    @property
+    def dataset(self) -> Any:
+        """A ``datasets.Dataset`` with the columns ``prompt`` and ``task_id``, and no other.
+
+        Other columns would be read as pictures, or filled with each other's keys.
+        """
+        from datasets import Dataset
+
+        prompts = [[{"role": "user", "content": task.prompt}] for task in self.tasks.values()]
+        return Dataset.from_dict({"prompt": prompts, "task_id": list(self.tasks)})
+
+    def __call__(self) -> SandboxEnvironment:
+        """The environment factory."""
+        environment = self._environment()
+        environment._training = self
+        self._environments.append(environment)
+        return environment
+
+    def attach(self, trainer: Any) -> None:
+        """Numbers in the trainer's log, tools side by side, claims ahead, a pool that is closed."""
+        from .callback import SandboxCallback
+        from .lookahead import look_ahead
+        from .parallel import parallel_tools
+
+        self._check_room(trainer)
+        parallel_tools(trainer)
+        look_ahead(trainer, self)
+        trainer.add_callback(SandboxCallback(trainer, self.pool))  # last: its windows hold all of a batch
+
+    def _check_room(self, trainer: Any) -> None:
+        args = trainer.args
+        most = args.per_device_train_batch_size * args.steps_per_generation
+        if trainer.eval_dataset is not None:
+            most = max(most, args.per_device_eval_batch_size)
+        if self._own and not self._pool_kwargs.get("size") and self._pool is None:
+            self._pool_kwargs["size"] = most
+        if self.pool.max_size < most:
+            # A rollout keeps its sandbox until the whole batch is graded: the rest would wait for ever.
+            raise ConfigError(
+                f"{most} rollouts are generated at once, the pool may have {self.pool.max_size} sandboxes",
+                hint=f"size={most}, or max_size={most}",
+            )
+
+    # ------------------------------------------------------------------ for environments
+
+    def _task_of(self, row: dict[str, Any]) -> rls.Task:
+        task = self.tasks.get(row.get("task_id", ""))
+        if task is None:
+            raise ConfigError(
+                f"no task is called {row.get('task_id')!r}",
+                hint="train on the dataset of this SandboxTraining",
+            )
+        return task
+
+    def _counter(self) -> Counter:
+        return counter_of(self.pool)
+
+    def _episode(self, task: rls.Task) -> rls.Episode:
+        """The one that was begun ahead, else a new one."""
+        waiting = self._ahead.get(task.id)
+        return waiting.popleft() if waiting else self._new(task)
+
+    def _new(self, task: rls.Task) -> rls.Episode:
+        group = f"{task.id}@{self._label}" if self._label else None
+        return rls.Episode(
+            self.pool, task, group=group, batch=self._batch, retries=self._retries, clock=self._clock
+        )
+
+    def _finish(self) -> None:
+        """Grade the whole batch side by side: the trainer asks for one reward after the other."""
+        for environment in self._environments:
+            plain = type(environment).get_reward is SandboxEnvironment.get_reward
+            if plain and environment._episode is not None:
+                environment._finish()
+
+    # ------------------------------------------------------------------ for the look-ahead
+
+    def _begin_batch(self, rows: Sequence[dict[str, Any]], label: str) -> None:
+        """Claim for all rollouts of a batch at once: the trainer resets one environment after the other."""
+        for environment in self._environments:
+            environment._abandon("the trainer went on without asking for the reward")
+        self._batches += 1
+        self._label, self._batch = label, f"trl-{os.getpid()}-{self._batches}"
+        self._clock = BatchClock(self.pool.metrics.batch)
+        for row in rows:
+            task = self._task_of(row)
+            episode = self._new(task)
+            self._ahead.setdefault(task.id, deque()).append(episode)
+            episode.begin_ahead(timeout=self._claim_timeout)
+
+    def _end_batch(self) -> None:
+        left = [episode for waiting in self._ahead.values() for episode in waiting]
+        self._ahead.clear()
+        if not self.pool.closed:
+            for episode in left:
+                episode.cancel("the trainer did not begin this rollout")
+        if self._clock is not None:
+            self._clock.close()
+        self._clock, self._label, self._batch = None, "", None
+
+
+def _without(environment: type[SandboxEnvironment], names: list[str]) -> type[SandboxEnvironment]:
+    """A subclass of the same name in which *names* are no functions: then they are no tools."""
+    off = [name for name in names if getattr(environment, name) is getattr(SandboxEnvironment, name)]
+    if not off:
+        return environment
+    described = {"__doc__": environment.__doc__, "__module__": environment.__module__}
+    return type(environment.__name__, (environment,), {**described, **dict.fromkeys(off)})

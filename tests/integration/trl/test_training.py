@@ -1,0 +1,189 @@
+"""The real trainer with real sandboxes: numbers, failures, the end of the pool."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+from typing import Any
+
+import pytest
+
+pytest.importorskip("trl", reason="the extra trl is not installed")
+
+from rlsandbox_trl import SandboxEnvironment, SandboxTraining, versions
+
+import rlsandbox as rls
+from rlsandbox.errors import ConfigError, UnsupportedError
+from tests.support.keepers import keeper_of
+
+NUMBERS = [
+    "ttfc/mean",
+    "ttfc/p50",
+    "ttfc/p95",
+    "ttfc/p99",
+    "ttfc/max",
+    "batch_completion_s",
+    "idle_ratio",
+    "blocked_s",
+    "claims",
+    "resets",
+    "recycled",
+    "quarantined",
+    "coverage",
+    "reward_bound_low",
+    "reward_bound_high",
+]
+
+
+def logs(trainer: Any) -> list[dict[str, Any]]:
+    return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def test_every_number_is_logged_and_the_pool_is_closed(example: Any, make_trainer: Any) -> None:
+    sandboxes = SandboxTraining(example.tasks(4), tools=["write_file"], size=4)
+    trainer = make_trainer(sandboxes)
+    pool = sandboxes.pool
+    original = type(trainer)._generate_single_turn
+    trainer.train()
+    steps = logs(trainer)
+    assert len(steps) == 2
+    for entry in steps:
+        assert [name for name in NUMBERS if f"sandbox/{name}" not in entry] == []
+        assert entry["sandbox/claims"] == 4 and entry["sandbox/coverage"] == 1.0
+        assert entry["sandbox/reward_bound_low"] == pytest.approx(entry["reward"], abs=1e-5)
+        assert 0 <= entry["sandbox/idle_ratio"] <= 1
+    assert pool.closed
+    assert trainer._generate_single_turn.__func__ is original  # hooks are gone
+    report = pool.report()
+    assert report.requested == report.completed == 8
+    assert {log.group for log in report.logs if log.group} and all(log.batch for log in report.logs)
+    groups = [log.group for log in report.logs]
+    assert all(groups.count(group) == 2 for group in groups)  # siblings share a group
+
+
+def test_numbers_cover_all_steps_since_the_last_log(example: Any, make_trainer: Any) -> None:
+    """With accumulation, reused generations and logs every third step nothing is lost, averaged or doubled."""
+    sandboxes = SandboxTraining(example.tasks(4), tools=["write_file"], size=4)
+    trainer = make_trainer(
+        sandboxes, max_steps=8, per_device_train_batch_size=2, gradient_accumulation_steps=2, num_iterations=2,
+        logging_steps=3,
+    )  # fmt: skip
+    trainer.train()
+    # 8 steps of one generation batch of 4, each used for two steps: 16 rollouts.
+    assert sandboxes._pool is not None and sandboxes._pool.report().requested == 16
+    assert sum(e.get("sandbox/claims", 0) for e in trainer.state.log_history) == 16
+
+
+def test_evaluation_has_numbers_of_its_own(example: Any, make_trainer: Any) -> None:
+    sandboxes = SandboxTraining(example.tasks(2), tools=["write_file"], size=4)
+    trainer = make_trainer(
+        sandboxes, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4, num_generations_eval=2
+    )
+    trainer.train()
+    evaluated = [e for e in trainer.state.log_history if "eval_sandbox/claims" in e]
+    assert [e["eval_sandbox/claims"] for e in evaluated] == [4, 4]
+    assert all("eval_sandbox/batch_completion_s" in e for e in evaluated)
+    assert [e["sandbox/claims"] for e in logs(trainer)] == [4, 4]
+
+
+class Fragile(SandboxEnvironment):
+    """Its tool kills the keeper of its sandbox, once."""
+
+    killed: list[int] = []  # noqa: RUF012
+
+    def write(self, path: str, content: str) -> str:
+        """Write.
+
+        Args:
+            path: The file.
+            content: The text.
+
+        Returns:
+            str: A confirmation.
+        """
+        if not self.killed:
+            self.killed.append(1)
+            self._sandbox.run("sleep 87654 >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done")
+            os.kill(keeper_of("sleep 87654"), signal.SIGKILL)
+        self._sandbox.write_file(path, content)
+        return "written"
+
+    write_file = None  # type: ignore[assignment]
+
+
+def test_a_sandbox_that_dies_in_a_tool_has_no_reward_and_the_ledger_says_so(
+    example: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = example.Bytes.parse_response
+
+    def parse(self: Any, ids: Any, **kwargs: Any) -> Any:
+        message = plain(self, ids, **kwargs)
+        message["tool_calls"][0]["function"]["name"] = "write"
+        return message
+
+    monkeypatch.setattr(example.Bytes, "parse_response", parse)
+    Fragile.killed = []
+    sandboxes = SandboxTraining(example.tasks(4), tools=[], environment=Fragile, size=4, retries=0)
+    trainer = make_trainer(sandboxes)
+    seen: list[Any] = []
+    original = trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *a: seen.append(original(*a)) or seen[-1]
+    trainer.train()
+    first, second = logs(trainer)
+    assert int(seen[0].isnan().sum()) == 1
+    assert not seen[1].isnan().any()
+    assert first["sandbox/coverage"] == 0.75 and second["sandbox/coverage"] == 1.0
+    assert first["sandbox/failures/sandbox_died"] == 1
+    low, high = first["sandbox/reward_bound_low"], first["sandbox/reward_bound_high"]
+    assert high - low == pytest.approx(0.25)
+    assert sandboxes._pool is not None
+    broken = [r for r in sandboxes._pool.report().records if r.status == "failed"]
+    assert len(broken) == 1 and broken[0].reward is None
+    assert broken[0].failure is not None and broken[0].failure.infrastructure
+
+
+def test_tools_and_documentation_are_what_the_trainer_reads(example: Any) -> None:
+    from transformers.utils import get_json_schema
+
+    sandboxes = SandboxTraining(example.tasks(1), tools=["shell", "submit"], environment=Fragile)
+    environment = sandboxes()
+    names = [
+        name
+        for name, _ in inspect.getmembers(type(environment), inspect.isfunction)
+        if not name.startswith("_")
+    ]
+    assert names == ["get_reward", "reset", "shell", "submit", "write"]
+    for name in ("shell", "submit", "write"):
+        assert get_json_schema(getattr(environment, name))["function"]["description"]
+    assert type(environment).__name__ == "Fragile"
+
+
+def test_unknown_tools_and_rooms_too_small_are_told(example: Any, make_trainer: Any) -> None:
+    with pytest.raises(ConfigError, match="no tool called 'edit'"):
+        SandboxTraining(example.tasks(2), tools=["edit"])
+    small = SandboxTraining(example.tasks(2), tools=["write_file"], size=2)
+    with pytest.raises(ConfigError, match="4 rollouts are generated at once"):
+        make_trainer(small)
+    small.pool.close()
+
+
+def test_an_exception_closes_the_pool(example: Any, make_trainer: Any) -> None:
+    sandboxes = SandboxTraining(example.tasks(4), tools=["write_file"], size=4)
+    trainer = make_trainer(sandboxes)
+    pool = sandboxes.pool
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    trainer._generate_single_turn = broken
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    assert pool.closed
+    assert {log.record.status for log in pool.report().logs if log.record} == {"cancelled"}
+
+
+def test_another_version_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda name: "0.9.0")
+    with pytest.raises(UnsupportedError, match=r"supports trl>=1.16,<1.17, not trl 0.9.0"):
+        SandboxTraining([rls.Task(id="a")])

@@ -1,0 +1,149 @@
+"""Tool calls side by side give what one after the other gives: the real loop of TRL, tools that record."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("trl", reason="the extra trl is not installed")
+
+from rlsandbox_trl import parallel_tools
+from trl import GRPOTrainer
+
+
+class Environment:
+    def __init__(self, own: int) -> None:
+        self.own, self.seen = own, []  # type: ignore[var-annotated]
+
+    def note(self, x: Any) -> str:
+        self.seen.append(x)
+        if x == 3:
+            raise ValueError("three")
+        return f"{self.own}:{len(self.seen)}:{x}"
+
+    def twice(self, x: Any) -> str:
+        return self.note(x) + self.note(x)
+
+
+def call(name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+ARGUMENTS = st.one_of(
+    st.fixed_dictionaries({"x": st.integers(0, 4)}), st.just({"y": 1}), st.just("text"), st.just({})
+)
+CALLS = st.lists(
+    st.builds(call, st.sampled_from(["note", "twice", "shared", "unknown"]), ARGUMENTS), max_size=3
+)
+TURNS = st.lists(
+    st.lists(st.tuples(CALLS, st.integers(1, 40)), min_size=1, max_size=3), min_size=1, max_size=5
+)
+
+
+def play(
+    turns: list[list[tuple[list[Any], int]]],
+    parallel: bool,
+    limit: int,
+    kind: type[Environment] = Environment,
+) -> Any:
+    """The loop of a trainer whose model says what *turns* has, rollout by rollout."""
+    n = len(turns)
+    environments = [kind(i) for i in range(n)]
+    shared: list[Any] = []
+
+    def common(x: Any) -> str:
+        shared.append(x)
+        return f"shared {x}"
+
+    said = [[(calls, length) for calls, length in turn] for turn in turns]
+    at = [0] * n
+
+    def message(i: int) -> dict[str, Any]:
+        calls, _ = said[i][at[i]] if at[i] < len(said[i]) else ([], 1)
+        at[i] += 1
+        return {"role": "assistant", "content": "", **({"tool_calls": copy.deepcopy(calls)} if calls else {})}
+
+    trainer = GRPOTrainer.__new__(GRPOTrainer)
+    values = {
+        "max_tool_calling_iterations": limit, "use_vllm": False, "_is_vlm": False, "max_completion_length": 90,
+        "model": SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10_000)),
+        "environments": environments, "environment_factories": {None: None}, "_env_tools": {None: []},
+        "_batch_environments": [None] * n, "_tokenizer": None, "tools": [1],
+        "_sync_tool_dicts": [{"note": e.note, "twice": e.twice, "shared": common} for e in environments],
+        "_async_tool_dicts": [{} for _ in range(n)],
+    }  # fmt: skip
+    trainer.__dict__.update(values)
+    trainer._get_tool_suffix_ids = lambda messages: [7] * sum(len(m["content"]) for m in messages)
+    # Each prompt begins with its rollout's number: that is how the model knows whose turn it is.
+    trainer._generate_single_turn = lambda ids, *a, **k: ([[p[0], 8, 8] for p in ids], None)
+    prompts = [[{"role": "user", "content": "go"}] for _ in range(n)]
+    completions = [[message(i)] for i in range(n)]
+    if parallel:
+        parallel_tools(trainer)
+    import trl.trainer.grpo_trainer as module
+
+    before = module.parse_response
+    module.parse_response = lambda tokenizer, ids, **k: message(ids[0])
+    try:
+        found = trainer._tool_call_loop(
+            prompts, [[i] for i in range(n)], [[i, 5] for i in range(n)], completions, None, None, {}
+        )
+    finally:
+        module.parse_response = before
+    return found, prompts, [e.seen for e in environments], shared
+
+
+@settings(max_examples=150, deadline=None)
+@given(TURNS, st.integers(1, 3))
+def test_side_by_side_is_as_one_after_the_other(turns: Any, limit: int) -> None:
+    assert play(turns, True, limit) == play(turns, False, limit)
+
+
+def test_calls_of_different_rollouts_overlap() -> None:
+    gate = threading.Barrier(4, timeout=20)  # opens only when four are inside at once
+
+    class Waiting(Environment):
+        def note(self, x: Any) -> str:
+            gate.wait()
+            return str(self.own)
+
+    found, *_ = play([[([call("note", {"x": 0})], 1)]] * 4, True, 1, Waiting)
+    assert [messages[1]["content"] for messages in found[1]] == ["0", "1", "2", "3"]
+
+
+def test_other_internals_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Other:
+        def _tool_call_loop(self, prompts: Any) -> None: ...
+
+    trainer = Other()
+    parallel_tools(trainer)
+    assert "_tool_call_loop" not in vars(trainer)
+    assert "one after the other" in caplog.text
+
+
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_peeking_changes_no_order_and_knows_what_follows(
+    n: int, unique: int, each: int, repeats: int
+) -> None:
+    from rlsandbox_trl.lookahead import Peeking
+    from trl.trainer.utils import RepeatSampler
+
+    def sampler() -> Any:
+        return RepeatSampler(list(range(n)), each, unique, repeats, seed=5)
+
+    size = unique * each
+    want = list(sampler())
+    peeking = Peeking(sampler(), size)
+    assert len(peeking) == len(want)
+    got: list[int] = []
+    for index in peeking:
+        got.append(index)
+        if len(got) % (size * repeats) == 0:  # a generation batch with all its repeats has been given
+            assert peeking.after(got[-1]) == want[len(got) : len(got) + size]
+    assert got == want
