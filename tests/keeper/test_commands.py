@@ -315,3 +315,17 @@ def test_a_fork_storm_leaves_the_keeper_room(hub: Hub) -> None:
             pass
     keeper.call(Op.KILL_ALL)
     assert len([p for p in keeper.sh("ls /proc").stdout.split() if p.isdigit()]) <= 4
+
+
+def test_nothing_is_left_when_the_end_is_told(keeper: Keeper) -> None:
+    """Also not as a zombie, and also on a machine with no time for the dying."""
+    for i in range(40):
+        ch = keeper.spawn("sh", "-c", "for i in 1 2 3 4 5 6; do sleep 1000 & done; echo $! $$; wait")
+        line = b""
+        while not line.endswith(b"\n"):
+            kind, _, _, payload = keeper.next(ch)
+            line += payload if kind == Type.DATA else b""
+        keeper.send(Type.CANCEL, ch)
+        keeper.finish(ch)
+        pids = line.decode().split()
+        assert keeper.sh(f"kill -0 {pids[0]} || kill -0 {pids[1]}").code != 0, i

@@ -67,6 +67,7 @@ static void chan_free(struct chan *c)
     fd_close(&c->pidfd);
     if (c->place)
         import_drop(k, c->place, c->sealed);
+    free(c->dying);
     free(c->layer);
     free(c);
 }
@@ -400,8 +401,8 @@ void chan_check(struct chan *c)
         buf_free(&b);
         outs_start(c);
     }
-    if (!c->ended)
-        return;
+    if (!c->ended || (c->ndying && !tree_gone(c)))
+        return; /* chan_timers looks again */
     if (!c->finishing) {
         c->finishing = true;
         for (size_t i = 0; i < COUNT_OF(c->out); i++)
@@ -496,6 +497,17 @@ void chan_kill(struct chan *c)
 int chan_timers(struct keeper *k)
 {
     uint64_t next = UINT64_MAX, now = 0;
+    bool dying = false;
+    for (size_t i = 0; i < COUNT_OF(k->chans); i++)
+        for (struct chan *c = k->chans[i], *after; c; c = after) {
+            after = c->next;
+            if (!c->ended || !c->ndying || c->finishing)
+                continue;
+            dying = true;
+            chan_check(c); /* may free it */
+        }
+    if (dying)
+        return 1;
     if (k->pause.how)
         return -1; /* time stands still */
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)

@@ -51,6 +51,9 @@ struct chan {
     int status;
     uint32_t flags;
     uint64_t started_ns, deadline_ns;
+    pid_t *dying; /* of its killed tree: the end is told when they are gone */
+    size_t ndying;
+    uint64_t dying_until_ns;
     uint64_t used_bytes; /* of memory, by its tree, at the last look (limits.c) */
 };
 

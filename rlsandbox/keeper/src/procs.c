@@ -8,6 +8,7 @@
 
 #include "sys.h"
 
+static const uint64_t DYING_NS = 2000000000;
 enum { MAX_PROCS = 1 << 20, STOP_ROUNDS = 100, KILL_ROUNDS = 200 };
 
 int procs_dir(struct keeper *k)
@@ -172,9 +173,35 @@ void tree_kill(struct chan *c)
             break;
     }
     k_pidfd_signal(c->pidfd, SIGKILL);
+    /* a killed process still needs a processor to die on */
+    pid_t *q = seen.n ? realloc(c->dying, seen.n * sizeof *q) : NULL;
+    if (q) {
+        c->dying = q;
+        c->ndying = 0;
+        c->dying_until_ns = now_ns() + DYING_NS;
+        for (size_t i = 0; i < seen.n; i++)
+            if (seen.p[i].in && seen.p[i].pid != root)
+                q[c->ndying++] = seen.p[i].pid;
+    }
     fd_close(&dir);
     procs_free(&ps);
     procs_free(&seen);
+}
+
+bool tree_gone(struct chan *c)
+{
+    char path[32];
+    struct stat st;
+    int dir = c->ndying ? procs_dir(c->k) : -1;
+    for (size_t i = 0; dir >= 0 && i < c->ndying;) {
+        path_join(path, sizeof path, "%d", (int)c->dying[i]);
+        if (fstatat(dir, path, &st, 0) < 0)
+            c->dying[i] = c->dying[--c->ndying];
+        else
+            i++;
+    }
+    fd_close(&dir);
+    return !c->ndying || now_ns() > c->dying_until_ns;
 }
 
 void tree_signal(struct chan *c, int sig)

@@ -25,6 +25,7 @@ pid_t procs_number(struct keeper *k, int pidfd, pid_t inside);
 int procs_signal(int dir, pid_t pid, int sig); /* never hits a process that took the number over meanwhile */
 
 void tree_kill(struct chan *c);
+bool tree_gone(struct chan *c); /* whether all of a killed tree has died, or there was time enough */
 void tree_signal(struct chan *c, int sig);
 
 #endif
