@@ -141,6 +141,32 @@ async def test_exposed_paths_are_shown_and_cannot_be_written(tmp_path: Path) -> 
         assert await box.out("python3 -c 'import sys, pytest; print(sys.prefix)'") == sys.prefix
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_exposed_disks_that_cannot_map_ids_and_what_is_mounted_inside(tmp_path: Path) -> None:
+    """As a network disk with a data set is: what everybody may read is shown, with the mounts in it."""
+    for name in ("lower", "upper", "work", "data"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "lower/inner").mkdir()
+    (tmp_path / "lower/file").write_text("data\n")
+    # An overlay cannot be mapped; a second one lies in it.
+    over = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work"
+    mounts = f"mount -t overlay o -o {over} {tmp_path}/data && mount -t tmpfs t {tmp_path}/data/inner && "
+    mounts += f"echo inside > {tmp_path}/data/inner/file && "
+    code = PROGRAM.replace("Spec()", f"Spec(expose=({str(tmp_path / 'data')!r},))").replace(
+        "id -u; ls /home",
+        f"cat {tmp_path}/data/file {tmp_path}/data/inner/file; touch {tmp_path}/data/inner/x 2>&1",
+    )
+    code = code.replace("await box.out(", "(await box.sh(").replace('2>&1")', '2>&1"))[1]')
+    script = mounts + 'exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, sys.executable, code], capture_output=True, text=True, cwd=TREE
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer.get("out", answer).startswith("data\ninside\n")
+    assert "Read-only file system" in answer["out"]
+
+
 async def test_a_base_can_be_an_image(tmp_path: Path) -> None:
     from tests.support import make_image
 

@@ -78,6 +78,10 @@ def seccomp() -> str:
 def advice(said: str) -> str:
     """The remedy for what the keeper said it could not do; empty when there is none to tell."""
     text = said.lower()
+    if "map the ids of" in text:
+        return (
+            "set RLSANDBOX_CACHE to a directory on a local disk (ext4, xfs, btrfs): this one cannot map ids"
+        )
     forbidden = any(os.strerror(code).lower() in text for code in (errno.EPERM, errno.EACCES, errno.ENOSPC))
     if not forbidden:
         return ""

@@ -185,7 +185,7 @@ struct base {
     size_t n;
 };
 
-static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, struct err *e)
+static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, bool shown, struct err *e)
 {
     char path[4096];
     if (!n || n >= sizeof path || memchr(p, 0, n) || p[0] != '/')
@@ -194,7 +194,7 @@ static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, s
     path[n] = 0;
     if (b->n == MAX_LOWERS)
         return fail(e, E2BIG, "open the base: over %d directories", MAX_LOWERS);
-    int fd = place_open(h, path, e);
+    int fd = place_open(h, path, shown, e);
     if (fd < 0)
         return -1;
     b->fds[b->n++] = fd;
@@ -206,7 +206,7 @@ static int base_open(struct hub *h, struct base *b, const uint8_t *p, size_t n, 
     struct tlv_in it = {p, n};
     struct tlv t;
     while (tlv_next(&it, &t) == 1)
-        if (t.tag == TAG_ROOT && base_add(h, b, t.p, t.len, e) < 0)
+        if (t.tag == TAG_ROOT && base_add(h, b, t.p, t.len, false, e) < 0)
             return -1;
     it = (struct tlv_in){p, n};
     while (tlv_next(&it, &t) == 1) {
@@ -217,7 +217,7 @@ static int base_open(struct hub *h, struct base *b, const uint8_t *p, size_t n, 
             return fail(e, EINVAL, "read an overlay or bind: no `=` in it");
         for (s++;; s++) {
             const uint8_t *colon = t.tag == TAG_OVERLAY ? memchr(s, ':', (size_t)(end - s)) : NULL;
-            if (base_add(h, b, s, (size_t)((colon ? colon : end) - s), e) < 0)
+            if (base_add(h, b, s, (size_t)((colon ? colon : end) - s), t.tag == TAG_BIND, e) < 0)
                 return -1;
             if (!colon)
                 break;

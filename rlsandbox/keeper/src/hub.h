@@ -57,7 +57,8 @@ struct hub {
 int ids_setup(struct hub *h, struct err *e);
 /* place.c: the hub's own root, /dev, base directories */
 int place_setup(struct hub *h, struct err *e);
-int place_open(struct hub *h, const char *path, struct err *e); /* a detached clone of a directory or file of the machine */
+/* a detached clone of a directory or file of the machine; shown: as a whole, with what is mounted inside */
+int place_open(struct hub *h, const char *path, bool shown, struct err *e);
 int place_dev(struct hub *h, struct err *e);
 /* zygote.c */
 int zygote_start(struct hub *h, struct err *e);

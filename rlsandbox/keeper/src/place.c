@@ -94,32 +94,37 @@ int place_setup(struct hub *h, struct err *e)
     return dev_setup(h, e);
 }
 
-static int idmap(struct hub *h, int fd, unsigned flags, struct err *e, const char *path)
+/* What is only shown (`shown`) may lie on a filesystem that cannot map ids (a network disk): then its owners are nobody. */
+static int idmap(struct hub *h, int fd, unsigned flags, bool shown, struct err *e, const char *path)
 {
     struct k_mount_attr a = {.attr_set = K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV};
     if (strcmp(h->ids, "idmapped") == 0) {
         a.attr_set |= K_ATTR_IDMAP;
         a.userns_fd = (uint64_t)h->userns;
     }
-    if (k_mount_setattr(fd, "", AT_EMPTY_PATH | flags, &a) < 0)
-        return fail(e, errno, "map the ids of %.200s (its filesystem may not allow it)", path);
-    return 0;
+    int r = k_mount_setattr(fd, "", AT_EMPTY_PATH | flags, &a);
+    if (r < 0 && errno == EINVAL && shown && a.userns_fd) {
+        a.attr_set &= ~(uint64_t)K_ATTR_IDMAP;
+        a.userns_fd = 0;
+        r = k_mount_setattr(fd, "", AT_EMPTY_PATH | flags, &a);
+    }
+    return r < 0 ? fail(e, errno, "map the ids of %.200s (its filesystem may not allow it)", path) : 0;
 }
 
-int place_open(struct hub *h, const char *path, struct err *e)
+int place_open(struct hub *h, const char *path, bool shown, struct err *e)
 {
     int at = k_open_in(h->host, path, O_PATH, K_RESOLVE_IN_ROOT | K_RESOLVE_NO_MAGICLINKS);
     if (at < 0)
         return fail(e, errno, "open %.200s", path);
-    unsigned flags = 0;
-    int fd = k_open_tree(at, "", K_OPEN_TREE_CLONE | AT_EMPTY_PATH);
+    unsigned flags = shown ? K_AT_RECURSIVE : 0; /* what is mounted inside is part of what somebody wants to see */
+    int fd = k_open_tree(at, "", K_OPEN_TREE_CLONE | AT_EMPTY_PATH | flags);
     if (fd < 0 && errno == EINVAL) { /* in a user namespace what is mounted inside cannot be left out */
         flags = K_AT_RECURSIVE;
         fd = k_open_tree(at, "", K_OPEN_TREE_CLONE | K_AT_RECURSIVE | AT_EMPTY_PATH);
     }
     if (fd < 0)
         fail(e, errno, "clone the mount of %.200s", path);
-    else if (idmap(h, fd, flags, e, path) < 0)
+    else if (idmap(h, fd, flags, shown, e, path) < 0)
         fd_close(&fd);
     close(at);
     return fd;

@@ -69,6 +69,11 @@ def test_containers_are_told_their_flags(
         assert flag in told
 
 
+def test_a_disk_that_cannot_map_ids_is_told(switches: Path) -> None:
+    said = "map the ids of /nfs/cache/layers/x/root (its filesystem may not allow it): Invalid argument"
+    assert "RLSANDBOX_CACHE" in advice.advice(said)
+
+
 def test_other_failures_get_no_wrong_advice(switches: Path) -> None:
     for said in (
         "make sandbox m1: File exists",
