@@ -28,7 +28,7 @@ def create(hub: Hub, place: Path, name: str | None = None) -> Keeper:
 
 def empties(place: Path, allowed: int = 0) -> bool:
     for _ in range(200):
-        found = [p for p in place.glob("*/*")]
+        found = list(place.glob("*/*"))
         if len(found) <= allowed:
             return True
         time.sleep(0.02)
@@ -39,7 +39,7 @@ def test_reset_and_changes(hub: Hub, place: Path) -> None:
     keeper = create(hub, place)
     assert "limit.disk=none" in keeper.welcome[Tag.FACT]
     before = facts(keeper)["upper"]
-    for i in range(5):
+    for _ in range(5):
         r = keeper.sh("echo x > /tmp/x; rm /etc/group; mkdir -p /usr/d/e; head -c 3000000 /dev/zero > /usr/d/big; touch /dev/shm/s")
         assert r.code == 0, r.stderr
         assert changes(keeper) == [("f", "/dev/shm/s"), ("x", "/etc/group"), ("f", "/tmp/x"), ("d", "/usr/d"), ("f", "/usr/d/big"), ("d", "/usr/d/e")] or hub.mode == "userns"
