@@ -234,6 +234,8 @@ def plugin_manager(
             hint="pip install rlsandbox-pool (the package ships rlsandbox_plugins)",
         ) from error
     known = dict(rlsandbox_plugins.BUILTIN)
+    if isinstance(block, str):
+        raise ConfigError(f"block must be a list of names, not one text (block=[{block!r}])")
     blocked = set(block)
     for name, plugin in known.items():
         if name not in blocked:
@@ -244,6 +246,8 @@ def plugin_manager(
         manager.load_setuptools_entrypoints(PROJECT)
     for plugin in plugins:
         manager.register(plugin)
+        if not manager.get_hookcallers(plugin):
+            raise ConfigError(f"plugins: {plugin!r} has no function marked @rlsandbox.hookimpl")
     # Not from the manager's own list: that holds every name that was blocked.
     names = {*known, *(point.name for point in importlib.metadata.entry_points(group=PROJECT))}
     unknown = sorted(blocked - names)

@@ -52,10 +52,21 @@ def text_bytes(text: str, what: str) -> bytes:
     return raw
 
 
+def content_bytes(data: bytes | str, what: str) -> bytes:
+    """What goes to a program or into a file, checked before anything is begun."""
+    if isinstance(data, str):
+        return data.encode("utf-8", "surrogateescape")
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise ConfigError(f"{what} must be bytes or a string, not {type(data).__name__}")
+    return bytes(data)
+
+
 def env_pairs(*maps: Mapping[str, str]) -> list[str]:
     """``K=V`` of all maps, the last one winning."""
     merged: dict[str, str] = {}
     for one in maps:
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"env must map names to strings, not {type(one).__name__}")
         merged.update(one)
     for key, value in merged.items():
         bad = not isinstance(key, str) or not key or "=" in key or "\0" in key

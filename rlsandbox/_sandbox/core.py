@@ -21,6 +21,7 @@ from .base import OnOutput, Path_, SandboxBase
 from .command import (
     Cmd,
     Collector,
+    content_bytes,
     start_error,
 )
 from .host import AsyncSnapshot
@@ -64,6 +65,7 @@ class AsyncSandbox(SandboxBase):
             SandboxDiedError: the sandbox is gone; whether the command was done is not known.
             SandboxStateError: the sandbox is paused, graded, released ...
         """
+        raw = None if stdin is None else content_bytes(stdin, "stdin")
         timeout = self.allow(timeout)
         limit = self.output_limit(output_limit)
         collector = Collector(limit)
@@ -73,12 +75,11 @@ class AsyncSandbox(SandboxBase):
             cwd=cwd,
             env=env,
             user=user,
-            stdin=stdin is not None,
+            stdin=raw is not None,
             output_limit=0 if on_output is not None else max(limit, 1),
             sink=None if on_output is not None else collector.add,
         )
-        if stdin is not None:
-            raw = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
+        if raw is not None:
             channel.feed(STDIN, raw, eof=True)
         result = await self._ended(channel, argv, collector, timeout, on_output)
         return self.checked(result) if check else result

@@ -16,10 +16,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from os import PathLike
 from typing import TYPE_CHECKING, TypeVar
 
-from ..errors import SandboxFileError, file_error
+from ..errors import ConfigError, SandboxFileError, file_error
 from ..keeper.client import KeeperClient, KeeperFailure
 from ..keeper.wire import Op, Tag
 from ..results import FileInfo
+from .command import content_bytes
 from .local import CHUNK, Excluded, Local, Tree, extents_of, read_small, walk
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ async def write(
     sandbox: AsyncSandbox, path: Path_, data: bytes | str, mode: int | None, user: str | None
 ) -> None:
     full = sandbox.path(path)
-    raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+    raw = content_bytes(data, "what is written to a file")
+    if mode is not None and (not isinstance(mode, int) or not 0 <= mode <= 0o7777):
+        raise ConfigError(f"mode must be permission bits such as 0o644, not {mode!r}")
     with _at(sandbox, full):
         await sandbox.client.write(full, raw, mode=mode, user=_who(sandbox, user), flags=MAKE_PARENTS)
 

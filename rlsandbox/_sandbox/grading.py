@@ -46,6 +46,8 @@ def grader_of(task: Task, grader: Grader | None) -> Grader:
         raise ConfigError(
             f"task {task.id!r} has no grader", hint="Task(grader=Grader(command=...)) or grade(grader)"
         )
+    if not isinstance(chosen, Grader):
+        raise ConfigError(f"grade() takes a Grader, not {type(chosen).__name__}")
     return chosen
 
 

@@ -12,7 +12,7 @@ from ..keeper.channel import STDERR, STDIN, STDOUT, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S
 from ..results import CommandResult, Stream
 from .base import Deadline, late_facts
-from .command import Collector, stream_name
+from .command import Collector, content_bytes, stream_name
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
@@ -77,13 +77,13 @@ class AsyncProcess:
         """
         if not self._stdin_open:
             raise SandboxStateError("stdin is closed", sandbox=self._sandbox.id)
-        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        raw = content_bytes(data, "stdin")
         await self._channel.send(STDIN, raw)
 
     def feed(self, data: bytes | str) -> None:
         """All of the program's input, sent as it reads; nobody waits for it."""
         self._stdin_open = False
-        raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
+        raw = content_bytes(data, "stdin")
         self._channel.feed(STDIN, raw, eof=True)
 
     async def close_stdin(self) -> None:

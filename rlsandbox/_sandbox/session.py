@@ -27,7 +27,7 @@ from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
 from .base import Deadline
-from .command import Collector, start_error, text_bytes
+from .command import Collector, content_bytes, start_error, text_bytes
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
@@ -224,7 +224,7 @@ class AsyncSession:
 
     async def _put_stdin(self, stdin: bytes | str) -> bytes:
         """The command's input as a file: a pipe could not be ended without ending the shell's."""
-        raw = stdin.encode("utf-8", "surrogateescape") if isinstance(stdin, str) else stdin
+        raw = content_bytes(stdin, "stdin")
         name = f".rlsandbox-{secrets.token_hex(8)}"
         failed: KeeperFailure | None = None
         for place in ("/dev/shm", "/tmp"):

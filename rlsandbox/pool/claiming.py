@@ -233,6 +233,8 @@ class Claiming:
         core = driver.core
         if n is not None and n > self.max_size:
             raise ConfigError(f"wait_ready({n}) can never be met: the pool's ceiling is {self.max_size}")
+        if n is not None and n < 0:
+            raise ConfigError(f"wait_ready({n}): not a number of sandboxes")
 
         def ready() -> bool:
             wanted = n

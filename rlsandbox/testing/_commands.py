@@ -161,6 +161,18 @@ class Commands(Fixtures):
                 sandbox.run("true", timeout=timeout)  # type: ignore[arg-type]
         with pytest.raises(errors.ConfigError):
             sandbox.run("true", env={"A=B": "c"})
+        wrong: list[Callable[[], object]] = [
+            lambda: sandbox.run("true", env=["A=b"]),  # type: ignore[arg-type]
+            lambda: sandbox.run("cat", stdin=5),  # type: ignore[arg-type]
+            lambda: sandbox.write_file("/tmp/x", 5),  # type: ignore[arg-type]
+            lambda: sandbox.write_file("/tmp/x", "y", mode="rw"),  # type: ignore[arg-type]
+            lambda: sandbox.grade("true"),  # type: ignore[arg-type]
+        ]
+        for call in wrong:
+            with pytest.raises(errors.ConfigError):
+                call()
+        assert inner(sandbox).processes == 0, "nothing was begun and left waiting"
+        assert sandbox.list_dir("/tmp") == []
 
     # -- what it is given ---------------------------------------------------------------------------
 

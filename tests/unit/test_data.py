@@ -128,3 +128,12 @@ def test_digests_tell_what_makes_another_sandbox_or_layer() -> None:
     ]  # fmt: skip
     keys = {same.layer_key, *(other.layer_key for other in others)}
     assert len(keys) == 5
+
+
+def test_what_is_no_plugin_is_refused() -> None:
+    from rlsandbox.hooks import plugin_manager
+
+    with pytest.raises(ConfigError, match="has no function marked"):
+        plugin_manager([object()])
+    with pytest.raises(ConfigError, match="block must be a list of names"):
+        plugin_manager(block="git")
