@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import threading
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -74,9 +75,14 @@ def _broken(row: Mapping[str, str]) -> Solution:
     return Solution(files={FILE: mutant(source, row["entry_point"], _MUTANT.get(number, 0))})
 
 
+# CPython 3.11 counts the depth of ast.parse per interpreter: threads in it break each other (SystemError).
+_PARSING = threading.Lock()
+
+
 def mutant(source: str, function: str, index: int) -> str:
     """The *index*-th small change of *function* in *source* (a comparison, an operator, a constant, ...)."""
-    tree = ast.parse(source)
+    with _PARSING:
+        tree = ast.parse(source)
     body = next(n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function)
     docstring = ast.get_docstring(body, clean=False) is not None
     count = 0

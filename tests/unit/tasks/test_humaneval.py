@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -64,3 +65,17 @@ def test_mutants_differ_and_run_out() -> None:
     assert all("doc 1" in text for text in seen)
     with pytest.raises(ValueError, match="only 5 changes"):
         mutant(source, "f", 5)
+
+
+def test_mutants_can_be_made_in_many_threads_at_once() -> None:
+    source = (
+        "def f(a):\n" + "".join(f"    {'(' * 60}a{' + 1)' * 60}\n" for _ in range(40)) + "    return a < 1\n"
+    )
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            made = list(threads.map(lambda i: mutant(source, "f", i % 3), range(64)))
+    finally:
+        sys.setswitchinterval(switching)
+    assert len(set(made)) == 3
