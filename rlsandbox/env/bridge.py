@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from .._settings import nearest
 from ..errors import ConfigError, PoolClosedError
 
 T = TypeVar("T")
@@ -33,6 +35,13 @@ class Bridge:
                 )
         self._own = pool is None
         self._pool = pool
+        if pool_kwargs:
+            from .. import Pool
+
+            known = [name for name in inspect.signature(Pool).parameters if name != "self"]
+            for name in pool_kwargs:
+                if name not in known:
+                    raise ConfigError(f"an environment's pool takes no {name}={nearest(name, known)}")
         self._kwargs = {"size": size, **pool_kwargs}
         self._closed = False
         self._pid = os.getpid()

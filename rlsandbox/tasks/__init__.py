@@ -35,6 +35,8 @@ def load_tasks(source: str | os.PathLike[str], /, *, limit: int | None = None) -
     Raises:
         ConfigError: nothing is there, or what is there is wrong.
     """
+    if not isinstance(source, (str, os.PathLike)):
+        raise ConfigError(f"load_tasks() takes a name or a path, not {type(source).__name__}")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be a whole number above 0, not {limit!r}")
     tasks = [loaded.task for loaded in islice(_unique(_read(source)), limit)]

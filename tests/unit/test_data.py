@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlsandbox import Grader, Limits, Spec, Task
+from rlsandbox import Grader, Limits, Spec, Task, load_tasks
 from rlsandbox.errors import ConfigError
 from rlsandbox.spec import parse_size
 
@@ -137,3 +137,8 @@ def test_what_is_no_plugin_is_refused() -> None:
         plugin_manager([object()])
     with pytest.raises(ConfigError, match="block must be a list of names"):
         plugin_manager(block="git")
+
+
+def test_tasks_come_from_a_name_or_a_path() -> None:
+    with pytest.raises(ConfigError, match="takes a name or a path, not int"):
+        load_tasks(3)  # type: ignore[arg-type]

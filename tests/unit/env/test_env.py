@@ -441,7 +441,7 @@ def test_wrappers(pool: DoublePool) -> None:
     ("arguments", "message"),
     [({"tasks": []}, "at least one task"), ({"tasks": [3]}, "not int"), ({"tasks": tasks(1) * 2}, "'t0'"),
      ({"submit": ""}, "submit"), ({"max_episode_steps": 0}, "at least 1"), ({"render_mode": "human"}, "ansi"),
-     ({"size": 4}, "size= belongs to a pool")],
+     ({"size": 4}, "size= belongs to a pool"), ({"pool": None, "sise": 4}, "sise=: did you mean 'size'")],
 )  # fmt: skip
 def test_arguments_that_make_no_sense(pool: DoublePool, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
