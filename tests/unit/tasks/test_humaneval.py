@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.metadata
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -68,14 +70,19 @@ def test_mutants_differ_and_run_out() -> None:
 
 
 def test_mutants_can_be_made_in_many_threads_at_once() -> None:
-    source = (
-        "def f(a):\n" + "".join(f"    {'(' * 60}a{' + 1)' * 60}\n" for _ in range(40)) + "    return a < 1\n"
-    )
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+    """The collector runs in the middle of ast.parse, and whatever it calls may let other threads in."""
+
+    def let_others_in(phase: str, info: dict[str, int]) -> None:
+        time.sleep(0)
+
+    source = "def f(a):\n" + f"    {'(' * 60}a{' + 1)' * 60}\n" * 10 + "    return a < 1\n"
+    often = gc.get_threshold()
+    gc.callbacks.append(let_others_in)
+    gc.set_threshold(20)
     try:
         with ThreadPoolExecutor(8) as threads:
-            made = list(threads.map(lambda i: mutant(source, "f", i % 3), range(64)))
+            made = list(threads.map(lambda i: mutant(source, "f", i % 3), range(24)))
     finally:
-        sys.setswitchinterval(switching)
+        gc.set_threshold(*often)
+        gc.callbacks.remove(let_others_in)
     assert len(set(made)) == 3
