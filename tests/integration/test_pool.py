@@ -180,6 +180,8 @@ def test_expect_and_wait_ready(make: Callable[..., rls.Pool]) -> None:
         sandbox.release()
     with pytest.raises(ConfigError, match="ceiling"):
         pool.wait_ready(4)
+    with pytest.raises(ConfigError, match="not a number of sandboxes"):
+        pool.wait_ready(-1)
     pool.expect([TASK] * 5)
     pool.expect([], replace=True)
     assert pool.stats().expected == 0
