@@ -57,6 +57,7 @@ class SandboxTraining:
         self.tasks = {task.id: task for task in found}
         if not found or len(self.tasks) != len(found):
             raise ConfigError("there are no tasks" if not found else "two tasks have the same id")
+        self._base, self._tools = environment, tuple(tools)
         self._environment = _without(environment, [name for name in TOOLS if name not in tools])
         self._retries, self._claim_timeout = retries, claim_timeout
         self._command_timeout, self._output = command_timeout, output
@@ -68,6 +69,12 @@ class SandboxTraining:
         self._clock: BatchClock | None = None
         self._label = ""
         self._batches = 0
+
+    def __reduce__(self) -> Any:
+        """For trainers that make rollouts in another process of this machine: it shares this one's pool."""
+        options = {"retries": self._retries, "claim_timeout": self._claim_timeout}
+        options |= {"command_timeout": self._command_timeout, "output": self._output}
+        return _connected, (list(self.tasks.values()), self._tools, self._base, self.pool.ref, options)
 
     @property
     def pool(self) -> rls.Pool:
@@ -175,6 +182,17 @@ class SandboxTraining:
         if self._clock is not None:
             self._clock.close()
         self._clock, self._label, self._batch = None, "", None
+
+
+def _connected(
+    tasks: list[rls.Task],
+    tools: tuple[str, ...],
+    environment: type[SandboxEnvironment],
+    ref: rls.PoolRef,
+    options: dict[str, Any],
+) -> SandboxTraining:
+    pool = rls.Pool.connect(ref)
+    return SandboxTraining(tasks, pool=pool, tools=tools, environment=environment, **options)
 
 
 def _without(environment: type[SandboxEnvironment], names: list[str]) -> type[SandboxEnvironment]:

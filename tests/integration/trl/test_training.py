@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import pickle
 import signal
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -187,3 +190,25 @@ def test_another_version_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(versions, "version", lambda name: "0.9.0")
     with pytest.raises(UnsupportedError, match=r"supports trl>=1.16,<1.17, not trl 0.9.0"):
         SandboxTraining([rls.Task(id="a")])
+
+
+WORKER = """
+import pickle, sys
+training = pickle.load(sys.stdin.buffer)
+environment = training()
+environment.reset(task_id="letters-0")
+print(environment.write_file("answer.txt", "abc1"), environment.get_reward())
+training.pool.close()
+"""
+
+
+def test_a_factory_that_is_sent_to_another_process_uses_the_same_pool(example: Any) -> None:
+    sandboxes = SandboxTraining(example.tasks(1), tools=["write_file"], size=1)
+    with sandboxes.pool as pool:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", WORKER],
+            input=pickle.dumps(sandboxes), capture_output=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert done.stdout.decode().split()[-1:] == ["0.75"], done.stderr.decode()
+        assert [record.reward for record in pool.report().records] == [0.75]
+        assert pool.stats().live <= 1
