@@ -31,6 +31,7 @@ class Episode:
         self._pool, self._portal = pool, pool._portal
 
         async def make() -> AsyncEpisode:
+            pool._pool._check()  # asked for while the pool closes: nobody would end it any more
             return AsyncEpisode(pool._pool, task, group=group, batch=batch, retries=retries, clock=clock)
 
         self._async = self._portal.call(make)
