@@ -214,7 +214,8 @@ def test_signals(keeper: Keeper) -> None:
     while alive(keeper, "sleep 61.5") < 2:
         time.sleep(0.02)
     keeper.send(Type.SIGNAL, ch, bytes([signal.SIGTERM, 1]))
-    assert keeper.finish(ch).code == -signal.SIGTERM
+    # the shell may see its child's end before its own signal comes
+    assert keeper.finish(ch).code in (-signal.SIGTERM, 128 + signal.SIGTERM)
     assert alive(keeper, "sleep 61.5") == 0
 
 
