@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import signal
 from typing import Any
 
 import pytest
+
+# Started in the background by a shell, SIGINT is ignored, here and in every child: then no Ctrl-C could be tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)
