@@ -347,11 +347,11 @@ async def test_a_cancelled_unpacking_ends_its_worker_and_leaves_nothing(
 
 
 def children(pid: int) -> list[int]:
-    text = ""
+    found: list[int] = []
     for task in os.listdir(f"/proc/{pid}/task"):
-        with contextlib.suppress(FileNotFoundError):  # a thread that has just ended
-            text += Path(f"/proc/{pid}/task/{task}/children").read_text()
-    return [int(word) for word in text.split()]
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended
+            found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
 
 
 # As an ordinary user
