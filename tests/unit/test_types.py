@@ -15,11 +15,14 @@ ROOT = Path(__file__).parents[2]
 def test_the_examples_type_check_and_wrong_calls_do_not(tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.py"
     wrong.write_text("import rlsandbox as rls\nrls.Pool(sise=4)\nrls.load_tasks(3)\nrls.Task(id=1)\n")
+    # that one is written against a framework whose own types are partial, and which may not be here
+    examples = sorted(str(p) for p in (ROOT / "examples").glob("*.py") if p.name != "trl_grpo.py")
     cache = ROOT / ".mypy_cache"  # as ``make lint`` leaves it: seconds instead of half a minute
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache}", "examples",
+        [sys.executable, "-m", "mypy", "--strict", f"--cache-dir={cache}", *examples,
          "tests/typing/promises.py", str(wrong)],
         cwd=ROOT, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert [line.partition(":")[0] for line in errors] == [str(wrong)] * 3, done.stdout
+    # by name: what the cache still knows of an earlier run has its path
+    assert [Path(line.partition(":")[0]).name for line in errors] == ["wrong.py"] * 3, done.stdout
