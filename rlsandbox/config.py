@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ._settings import BACKEND, METRICS, POOL, SPEC, Kind, nearest
 from .errors import ConfigError
-from .spec import Spec
+from .spec import SPEC_FIELDS, Spec
 
 if TYPE_CHECKING:
     from .backends.base import Backend
@@ -97,7 +97,8 @@ class Config:
         found: list[tuple[str, Any]] = [("pool.backend.name", self.backend.name)]
         found += [(f"pool.backend.{key}", value) for key, value in sorted(self.backend.options.items())]
         for prefix, part in (("pool", self.pool), ("pool.spec", self.spec), ("metrics", self.metrics)):
-            found += [(f"{prefix}.{f.name}", getattr(part, f.name)) for f in fields(part)]
+            names = SPEC_FIELDS if part is self.spec else [f.name for f in fields(part)]
+            found += [(f"{prefix}.{name}", getattr(part, name)) for name in names]
         return [(key, value, self.sources.get(key, "default")) for key, value in found]
 
 
@@ -148,10 +149,8 @@ def load_config(
         raise ConfigError(f"spec must be a Spec, not {type(spec).__name__}")
     base = Spec(**{k.removeprefix("pool.spec."): v for k, v in values.items() if k.startswith("pool.spec.")})
     if spec is not None:
-        default = Spec()
-        for f in fields(Spec):
-            if getattr(spec, f.name) != getattr(default, f.name):
-                sources[f"pool.spec.{f.name}"] = "argument"
+        for name in spec.given:
+            sources[f"pool.spec.{name}"] = "argument"
         base = spec.over(base)
     pool = PoolSettings(**{k: values[f"pool.{k}"] for k in POOL if f"pool.{k}" in values})
     if pool.size is not None and pool.max_size is not None and pool.max_size < pool.size:

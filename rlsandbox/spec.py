@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from os import PathLike, fspath
 from typing import Any, Self
 
@@ -74,9 +74,29 @@ class _Data:
         return self
 
 
-@dataclass(frozen=True, kw_only=True)
-class Spec(_Data):
+class _Passed(_Data):
+    """Frozen data that remembers which fields were passed, also when their value is the default.
+
+    ``given`` has to be the first field: :func:`dataclasses.replace` calls the class with what the caller
+    changes, then with the other fields in their order. So what stands before ``given`` was passed by the
+    caller, and what stands behind it was passed if ``given`` says so.
+    """
+
+    given: tuple[str, ...]
+
+    def __new__(cls, **values: Any) -> Self:
+        self = object.__new__(cls)
+        if values:  # without them it may be an unpickler that asks, which calls no __init__
+            self.__dict__["_passed"] = tuple(values)
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Spec(_Passed):
     """What a sandbox is made from. ``None`` leaves a field to the pool's spec or the backend.
+
+    A field counts as said when it is passed, also when it is passed its default: a task's
+    ``Spec(network="none")`` closes the network of a pool whose spec says ``"host"``.
 
     Args:
         image: an OCI layout directory, a ``docker save`` archive or, on a cluster, a reference;
@@ -93,8 +113,10 @@ class Spec(_Data):
         expose: host paths shown read-only at the same place (local backend); the word ``"python"`` stands
             for the running Python (``sys.prefix``, ``sys.base_prefix``), first in ``PATH``.
         labels: free; part of the identity.
+        given: names of the fields that were passed; it comes by itself.
     """
 
+    given: tuple[str, ...] = ()
     image: str | None = None
     cpu: float | None = None
     memory: str | int | None = None
@@ -130,6 +152,20 @@ class Spec(_Data):
         object.__setattr__(self, "expose", tuple(str(path) for path in self.expose))
         for name in ("env", "labels"):
             object.__setattr__(self, name, _strings(getattr(self, name), f"Spec.{name}"))
+        object.__setattr__(self, "given", self._said(self.__dict__.pop("_passed", ())))
+
+    def _said(self, passed: tuple[str, ...]) -> tuple[str, ...]:
+        """The names in :attr:`given`, in the order of the fields."""
+        if not set(self.given) <= set(SPEC_FIELDS):
+            raise ConfigError(f"Spec.given must be names of fields, not {self.given!r}")
+        mine = passed[: passed.index("given")] if "given" in passed else passed
+        said = {*mine, *self.given}
+        # A mapping adds up, so an empty one says nothing; None is what leaves a field open.
+        return tuple(n for n in SPEC_FIELDS if n in said and getattr(self, n) not in (None, {}))
+
+    def __repr__(self) -> str:
+        said = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.given)
+        return f"{type(self).__name__}({said})"
 
     def __hash__(self) -> int:
         return hash(self.digest)
@@ -147,7 +183,7 @@ class Spec(_Data):
         """16 hex digits that are equal exactly for specs that make the same sandbox."""
         cached: str | None = self.__dict__.get("_digest")
         if cached is None:
-            data = {f.name: getattr(self, f.name) for f in fields(self)}
+            data: dict[str, Any] = {name: getattr(self, name) for name in SPEC_FIELDS}
             data["memory"], data["disk"] = self.memory_bytes, self.disk_bytes
             text = json.dumps(data, sort_keys=True, default=dict)
             cached = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -155,17 +191,17 @@ class Spec(_Data):
         return cached
 
     def over(self, base: Spec | None) -> Spec:
-        """This spec over *base*, field by field: what is left at its default comes from *base*."""
+        """This spec over *base*, field by field: what was not given comes from *base*; mappings add up."""
         if base is None:
             return self
-        changed: dict[str, Any] = {}
-        for f in fields(self):
-            mine, theirs = getattr(self, f.name), getattr(base, f.name)
-            if isinstance(mine, Mapping):
-                changed[f.name] = {**theirs, **mine}
-            elif mine == getattr(_DEFAULT, f.name):
-                changed[f.name] = theirs
-        return replace(self, **changed)
+        said = {name: getattr(base, name) for name in base.given}
+        for name in self.given:
+            mine = getattr(self, name)
+            said[name] = {**said.get(name, {}), **mine} if isinstance(mine, Mapping) else mine
+        return type(self)(**said)
+
+
+SPEC_FIELDS = tuple(f.name for f in fields(Spec) if f.name != "given")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,6 +244,3 @@ def _strings(value: Mapping[str, str], what: str) -> dict[str, str]:
         if bad or not isinstance(item, str) or "\0" in item:
             raise ConfigError(f"{what}: {key!r}={item!r} must be strings without NUL, the name without '='")
     return dict(value)
-
-
-_DEFAULT = Spec()

@@ -76,6 +76,18 @@ def test_every_claim_starts_from_the_primed_state(make: Callable[..., rls.Pool])
     assert repr(pool).endswith("2 ready, 0 claimed, 0 waiting>")
 
 
+def test_a_task_closes_what_its_pool_leaves_open(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=1, spec=rls.Spec(network="host", env={"A": "pool"}))
+    links = "grep -c : /proc/net/dev"
+    with pool.claim(rls.Task(id="open"), timeout=LONG) as sandbox:
+        theirs = sandbox.run(links).stdout
+        assert sandbox.run("readlink /proc/self/ns/net").stdout.strip() == os.readlink("/proc/self/ns/net")
+    with pool.claim(rls.Task(id="closed", spec=rls.Spec(network="none")), timeout=LONG) as sandbox:
+        assert sandbox.run(links).stdout == "1\n" or theirs == "1\n"
+        assert sandbox.run("readlink /proc/self/ns/net").stdout.strip() != os.readlink("/proc/self/ns/net")
+        assert (sandbox.spec.network, sandbox.run("echo $A").stdout) == ("none", "pool\n")
+
+
 def test_many_tasks_in_few_sandboxes_stay_warm(make: Callable[..., rls.Pool]) -> None:
     pool = make(size=3)
     tasks = [rls.Task(id=f"t{i}", setup=f"echo {i} > /tmp/n") for i in range(12)]

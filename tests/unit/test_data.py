@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlsandbox import Grader, Limits, Spec, Task, load_tasks
+from rlsandbox import Grader, Limits, Spec, Task, _settings, load_tasks
 from rlsandbox.errors import ConfigError
-from rlsandbox.spec import parse_size
+from rlsandbox.spec import SPEC_FIELDS, parse_size
 
 TASK = Task(
     id="t", prompt="p", workdir="/w", files={"a": "text", "b": b"\0bytes"}, setup="true",
@@ -114,6 +115,65 @@ def test_task_over_image_over_pool_field_by_field() -> None:
     assert spec.env == {"A": "1", "B": "2"}
     assert Task(id="t", image="a", spec=Spec(image="b")).spec_over(pool).image == "b"
     assert Task(id="t").spec_over(None) == Spec()
+
+
+# What a pool may say, and what a task says against it: the default of the field, where it has one.
+TIGHTER: dict[str, tuple[Any, Any]] = {
+    "image": ("pool.tar", "task.tar"), "cpu": (2, 1.5), "memory": ("2GiB", "1GiB"), "disk": ("2GiB", 5),
+    "pids": (100, 7), "network": ("host", "none"), "user": ("0", "1000"), "env": ({"A": "1"}, {"A": ""}),
+    "isolation": ("none", "auto"), "expose": (("/opt",), ()), "labels": ({"a": "b"}, {"a": "c"}),
+}  # fmt: skip
+
+
+def test_every_field_is_in_the_table() -> None:
+    assert set(TIGHTER) == set(SPEC_FIELDS) == set(_settings.SPEC)
+
+
+@pytest.mark.parametrize("name", TIGHTER)
+def test_a_field_that_is_given_counts_also_when_it_is_given_its_default(name: str) -> None:
+    theirs, mine = TIGHTER[name]
+    pool = Spec(**{name: theirs})
+    task = Task(id="t", spec=Spec(**{name: mine}))
+    for one in (
+        task,
+        copy.deepcopy(task),
+        pickle.loads(pickle.dumps(task)),
+        dataclasses.replace(task, id="u"),
+    ):
+        assert getattr(one.spec_over(pool), name) == mine
+    others = Spec(**{other: TIGHTER[other][1] for other in TIGHTER if other != name})
+    assert getattr(Task(id="t", spec=others).spec_over(pool), name) == theirs
+    if name not in ("network", "isolation", "env", "labels", "expose"):  # there None leaves it open
+        assert getattr(Spec(**{name: None}).over(pool), name) == theirs
+
+
+def test_what_was_given_survives_whatever_a_spec_goes_through() -> None:
+    closed = Spec(network="none")
+    assert closed.given == ("network",) and Spec().given == () == Spec(memory=None, env={}).given
+    assert closed != Spec() and closed.digest == Spec().digest  # the same sandbox, but they act differently
+    assert repr(closed) == "Spec(network='none')" and eval(repr(closed)) == closed
+    assert pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(closed)))) == closed
+    assert dataclasses.replace(Spec(), network="none") == closed
+    assert dataclasses.replace(closed, memory="1GiB") == Spec(network="none", memory="1GiB")
+    assert dataclasses.replace(Spec(network="host", pids=3), network="none") == Spec(network="none", pids=3)
+    assert dataclasses.replace(Spec(), pids=3) == Spec(pids=3)
+    assert Spec(**dataclasses.asdict(closed)) == closed
+    assert Spec(**dataclasses.asdict(Spec())) == Spec()
+    assert closed.over(Spec(network="host", cpu=1)) == Spec(network="none", cpu=1)
+    assert Spec(cpu=1).over(closed).over(Spec(network="host")) == Spec(cpu=1, network="none")
+    with pytest.raises(ConfigError, match=r"Spec.given must be names of fields"):
+        Spec(given=("netwrok",))
+
+
+def test_a_task_file_tightens_too(tmp_path: Path) -> None:
+    pool = Spec(network="host", expose=("/opt",), isolation="none", env={"A": "1"})
+    (tmp_path / "t.jsonl").write_text(
+        '{"id": "a", "spec": {"network": "none", "expose": [], "isolation": "auto"}}\n'
+        '{"id": "b", "spec": {"network": null}}\n'
+    )
+    a, b = load_tasks(tmp_path / "t.jsonl")
+    assert a.spec_over(pool) == Spec(network="none", expose=(), isolation="auto", env={"A": "1"})
+    assert b.spec_over(pool) == pool
 
 
 def test_digests_tell_what_makes_another_sandbox_or_layer() -> None:
