@@ -222,7 +222,10 @@ class Connection(asyncio.Protocol):
         return False
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._end(f"its stream broke: {exc}" if exc else "its stream ended")
+        if isinstance(exc, SandboxError):  # a transport that knows what happened to the place
+            self._end(exc.message, kind=exc.kind, hint=exc.hint)
+        else:
+            self._end(f"its stream broke: {exc}" if exc else "its stream ended")
         if not self._closed.done():
             self._closed.set_result(None)
 
@@ -260,13 +263,14 @@ class Connection(asyncio.Protocol):
         else:
             raise ProtocolError(f"a frame of type {frame.type:#x} on channel 0")
 
-    def _end(self, why: str, *, closing: bool = False) -> None:
+    def _end(self, why: str, *, closing: bool = False, kind: str = "sandbox_died", hint: str = "") -> None:
         if self.lost.done():
             return
-        kind = "closed" if closing else "sandbox_died"
+        kind = "closed" if closing else kind
         self._make_lost = lambda: SandboxDiedError(
-            f"the sandbox's keeper is gone: {why}", kind=kind, sandbox=self.sandbox, task=self.task
-        )
+            f"the sandbox's keeper is gone: {why}",
+            kind=kind, hint=hint, sandbox=self.sandbox, task=self.task,
+        )  # fmt: skip
         self.lost.set_result(self._make_lost())
         if not self._hello.done():
             self._hello.set_exception(self._make_lost())

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "container.h"
 #include "hub.h"
 #include "protocol.h"
 
@@ -22,6 +23,8 @@ const char *__asan_default_options(void)
 static int usage(void)
 {
     fputs("usage: keeper hub --fd N [--client PID] [--isolation none]   (started by rlsandbox)\n"
+          "       keeper init [--option VALUE]..   (a container's first process)\n"
+          "       keeper connect [RUN]             (what an exec stream of that container runs)\n"
           "       keeper version\n", stderr);
     return 2;
 }
@@ -34,6 +37,10 @@ int main(int argc, char **argv)
     }
     if (argc == 2 && strcmp(argv[1], "zygote") == 0)
         return zygote_main(3);
+    if (argc >= 2 && strcmp(argv[1], "init") == 0)
+        return init_main(argc, argv);
+    if ((argc == 2 || argc == 3) && strcmp(argv[1], "connect") == 0)
+        return bridge_main(argc == 3 ? argv[2] : CONTAINER_RUN, BRIDGE_SILENT_S);
     if (argc >= 4 && strcmp(argv[1], "hub") == 0) {
         int fd = -1;
         pid_t client = getppid();

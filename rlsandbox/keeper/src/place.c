@@ -59,7 +59,7 @@ static int dev_setup(struct hub *h, struct err *e)
 
 int place_setup(struct hub *h, struct err *e)
 {
-    static const char *const at[] = {"/tmp", "/mnt", "/run", "/var", "/usr"};
+    static const char *const at[] = {"/tmp", "/mnt", "/run", "/var", "/usr", "/sys" /* every container has one */};
     static const char *const dirs[] = {"h", "proc", "dev", "k", "y"};
     size_t i = 0;
     if (mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)

@@ -139,6 +139,12 @@ static int own_overlay(struct keeper *k, const struct parts *p, const char *targ
     return 0;
 }
 
+/* volumes by which the keeper came into a container */
+static bool keepers_own(const char *target)
+{
+    return strncmp(target, "/.rlsandbox", 11) == 0;
+}
+
 static bool placed_elsewhere(const struct keeper *k, unsigned given, const char *target)
 {
     static const char *const ours[] = {"/proc", "/dev", "/sys"};
@@ -160,6 +166,8 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
     struct stat st, top = {.st_dev = 0};
     char target[TARGET_MAX];
     int r = 0;
+    if (path_join(target, sizeof target, "%s/%s", dir, name) == 0 && keepers_own(target))
+        return 0;
     if (path_join(target, sizeof target, "%s/%s", dir, name) < 0)
         return fail(e, ENAMETOOLONG, "build the view from parts: %.200s/%.50s", dir, name);
     for (unsigned i = 0; i < p->n; i++) {

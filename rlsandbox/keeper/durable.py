@@ -1,0 +1,402 @@
+"""A keeper's stream over transports that may be cut: the session goes on where it was.
+
+Both sides count the bytes of the inner stream, keep what the other has not confirmed, and send that again
+over the next transport. So nothing is lost and nothing arrives twice, whatever the bytes mean: a command is
+never run a second time, and a cut never looks like its end. The other side is ``keeper init``
+(``src/link.c``); docs/protocol.md, "Links".
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import struct
+from collections import deque
+from collections.abc import Awaitable, Callable
+from enum import IntEnum
+from typing import Any, Protocol
+
+from ..errors import SandboxDiedError, SandboxError
+from .frames import Fields, encode_fields
+from .wire import VERSION, Tag
+
+HEAD = struct.Struct("<IB3xQ")
+MAX_RECORD = 32768
+CONFIRM_AT = 64 << 10
+HIGH, LOW = 1 << 20, 256 << 10
+PING_S = 10.0
+SILENT_S = 30.0
+HELLO_S = 15.0
+GRACE_S = 60.0
+"""What a keeper waits for a client to come back, unless it was started with another number."""
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 3.0
+
+
+class Kind(IntEnum):
+    """Records, as in ``src/link.h``."""
+
+    ATTACH = 1
+    ATTACHED = 2
+    REFUSED = 3
+    BYTES = 4
+    CONFIRM = 5
+    PING = 6
+    PONG = 7
+    LEAVE = 8
+    ENDED = 9
+
+
+class Raw(Protocol):
+    """One transport. ``recv`` gives ``b""`` at its end; ``why`` says then what is known of it."""
+
+    why: str
+
+    async def send(self, data: bytes) -> None: ...
+    async def recv(self) -> bytes: ...
+    async def close(self) -> None: ...
+
+
+Dial = Callable[[], Awaitable[Raw]]
+"""Opens a transport. Raises OSError or a retryable SandboxError when it may be tried again."""
+
+
+class _CutError(Exception):
+    """The transport ended; the session did not."""
+
+
+def record(kind: int, payload: bytes, confirmed: int) -> bytes:
+    return HEAD.pack(len(payload), kind, confirmed) + payload
+
+
+class Durable(asyncio.Transport):
+    """The inner stream as a transport. Make one with :meth:`open`; then :meth:`streams`.
+
+    Args:
+        dial: opens a transport, again after each cut.
+        token: what proves to the keeper that it is us.
+        grace: seconds after a cut for which it is worth trying; the keeper's own, or less.
+    """
+
+    def __init__(self, dial: Dial, *, token: str, grace: float = GRACE_S) -> None:
+        super().__init__()
+        self.facts: dict[str, str] = {}
+        self.env: dict[str, str] = {}
+        self.hash = ""
+        self.cuts = 0
+        """How often the transport was cut and found again."""
+        self._dial, self._token, self._grace = dial, token, grace
+        self._session = secrets.token_hex(16)
+        self._loop = asyncio.get_running_loop()
+        self._protocol: Any = None
+        self._got = self._told = 0
+        self._base = self._sent = self._end = 0
+        self._kept: deque[bytes] = deque()
+        """Records' payloads from ``_base`` to ``_end``; each was or will be one record."""
+        self._unsent = 0
+        """How many of them, from the right, have not been sent on this transport."""
+        self._control: deque[tuple[int, bytes]] = deque()
+        self._wake = asyncio.Event()
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._paused = self._closing = False
+        self._heard = 0.0
+        self._task: asyncio.Task[None] | None = None
+        self._early = bytearray()
+        """Arrived before anybody was there to take it."""
+        self._rest = bytearray()
+        """Arrived together with ATTACHED."""
+
+    @classmethod
+    async def open(
+        cls, dial: Dial, *, token: str, grace: float = GRACE_S, timeout: float | None = None
+    ) -> Durable:
+        """Attach to the keeper, trying again while that may help.
+
+        Raises:
+            SandboxDiedError: it refused, or could not be reached in *timeout* seconds (*grace* by default).
+        """
+        self = cls(dial, token=token, grace=grace)
+        raw = await self._attach_within(grace if timeout is None else timeout)
+        self._task = self._loop.create_task(self._run(raw), name="rlsandbox: a keeper's stream")
+        return self
+
+    def streams(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader = asyncio.StreamReader(limit=1 << 18, loop=self._loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=self._loop)
+        self.set_protocol(protocol)
+        protocol.connection_made(self)
+        return reader, asyncio.StreamWriter(self, protocol, reader, self._loop)
+
+    # -- asyncio.Transport ---------------------------------------------------------------------------
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._protocol = protocol
+        if self._early:
+            early, self._early = bytes(self._early), bytearray()
+            self._protocol.data_received(early)
+
+    def get_protocol(self) -> asyncio.BaseProtocol:
+        assert self._protocol is not None
+        return self._protocol  # type: ignore[no-any-return]
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return default
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def is_reading(self) -> bool:
+        return self._may_read.is_set()
+
+    def pause_reading(self) -> None:
+        self._may_read.clear()
+
+    def resume_reading(self) -> None:
+        self._may_read.set()
+
+    def can_write_eof(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return self._end - self._sent
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._closing:
+            return
+        whole = bytes(data)
+        for at in range(0, len(whole), MAX_RECORD):
+            self._kept.append(whole[at : at + MAX_RECORD])
+            self._unsent += 1
+        self._end += len(whole)
+        self._wake.set()
+        if not self._paused and self._end - self._base > HIGH:
+            self._paused = True
+            self._protocol.pause_writing()
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        """End the session from this side. What the keeper runs lives on until its grace is over."""
+        if not self._closing:
+            self._closing = True
+            if self._task is not None:
+                self._task.cancel()
+            self._loop.call_soon(self._lost, None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the session for a reason that somebody else has found out (the place is gone)."""
+        if not self._closing:
+            self._closing = True
+            if self._task is not None:
+                self._task.cancel()
+            self._lost(error)
+
+    async def wait_closed(self) -> None:
+        """Until nothing of it runs any more."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    def _lost(self, error: BaseException | None) -> None:
+        self._kept.clear()
+        protocol, self._protocol = self._protocol, None
+        if protocol is not None:
+            protocol.connection_lost(error)
+
+    # -- one session, many transports ----------------------------------------------------------------
+
+    async def _run(self, raw: Raw) -> None:
+        error: BaseException | None = None
+        try:
+            while True:
+                try:
+                    await self._serve(raw)
+                finally:
+                    await asyncio.shield(raw.close())
+                self.cuts += 1
+                raw = await self._attach_within(self._grace)
+        except asyncio.CancelledError:
+            raise
+        except (SandboxError, OSError) as caught:
+            error = caught
+        except Exception as caught:
+            error = SandboxDiedError(f"its stream broke: {type(caught).__name__}: {caught}")
+        if not self._closing:
+            self._closing = True
+            self._lost(error)
+
+    async def _attach_within(self, limit: float) -> Raw:
+        deadline = self._loop.time() + limit
+        delay, last = _FIRST_DELAY_S, ""
+        while True:
+            left = deadline - self._loop.time()
+            try:
+                async with asyncio.timeout(max(0.001, min(left, HELLO_S))):
+                    return await self._attach()
+            except SandboxError as error:
+                if not error.retryable or isinstance(error, SandboxDiedError):
+                    raise
+                last = error.message
+            except TimeoutError:
+                last = "no answer in time"
+            except (OSError, _CutError) as error:
+                last = str(error)
+            left = deadline - self._loop.time()
+            if left <= 0:
+                raise SandboxDiedError(
+                    f"its keeper could not be reached for {limit:g} s: {last or 'no answer'}",
+                    kind="unreachable",
+                )
+            # Full jitter: after an outage thousands of streams come back at once.
+            await asyncio.sleep(min(left, random.uniform(0, delay)))
+            delay = min(delay * 2, _LONGEST_DELAY_S)
+
+    async def _attach(self) -> Raw:
+        raw = await self._dial()
+        try:
+            hello = {"version": VERSION, "token": self._token, "kind": self._session, "offset": self._got}
+            await raw.send(record(Kind.ATTACH, encode_fields(hello), 0))
+            buffer = bytearray()
+            while (whole := _take(buffer)) is None:
+                piece = await raw.recv()
+                if not piece:
+                    raise _CutError(raw.why or "the stream ended")
+                buffer += piece
+            kind, _, payload = whole
+            fields = Fields.decode(payload)
+            if kind in (Kind.REFUSED, Kind.ENDED):
+                raise SandboxDiedError(
+                    f"its keeper refused: {fields.text(Tag.TEXT)}", kind=fields.text(Tag.KIND) or "refused"
+                )
+            if kind != Kind.ATTACHED:
+                raise SandboxDiedError(f"its keeper broke the protocol: record {kind}")
+            self._attached(fields)
+            self._rest = buffer
+        except BaseException:
+            await asyncio.shield(raw.close())
+            raise
+        return raw
+
+    def _attached(self, fields: Fields) -> None:
+        taken = fields.int(Tag.OFFSET)
+        if not self._base <= taken <= self._end:
+            raise SandboxDiedError(f"its keeper took {taken} bytes of {self._base} to {self._end}")
+        self._confirmed(taken)
+        self._sent = self._base
+        self._unsent = len(self._kept)
+        self._control.clear()
+        self._told = self._got
+        self._heard = self._loop.time()
+        self.hash = fields.text(Tag.HASH)
+        pairs = (text.partition("=") for text in fields.texts(Tag.FACT))
+        self.facts = {name: value for name, _, value in pairs} | {"mode": fields.text(Tag.MODE)}
+        self.env = {name: value for name, _, value in (text.partition("=") for text in fields.texts(Tag.ENV))}
+        self._wake.set()
+
+    def _confirmed(self, to: int) -> None:
+        """The other side has all up to here. A record may have been taken in part: the rest stays."""
+        while self._base < to:
+            first = self._kept[0]
+            step = min(len(first), to - self._base)
+            if step == len(first):
+                self._kept.popleft()
+            else:
+                self._kept[0] = first[step:]
+            self._base += step
+        if self._paused and self._end - self._base < LOW:
+            self._paused = False
+            if self._protocol is not None:
+                self._protocol.resume_writing()
+
+    async def _serve(self, raw: Raw) -> None:
+        """Carry bytes until the transport is cut."""
+        tasks = {
+            self._loop.create_task(self._read(raw), name="rlsandbox: read from a keeper"),
+            self._loop.create_task(self._write(raw), name="rlsandbox: write to a keeper"),
+            self._loop.create_task(self._watch(), name="rlsandbox: watch a keeper"),
+        }
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            with contextlib.suppress(_CutError, OSError):
+                task.result()
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(PING_S)
+            if self._loop.time() - self._heard > SILENT_S:
+                raise _CutError("no answer to pings")
+            self._control.append((Kind.PING, b"p"))
+            self._wake.set()
+
+    async def _write(self, raw: Raw) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._control or self._unsent or self._got - self._told >= CONFIRM_AT:
+                out = []
+                while self._control:
+                    kind, payload = self._control.popleft()
+                    out.append(record(kind, payload, self._got))
+                size = 0
+                while self._unsent and size < MAX_RECORD:
+                    payload = self._kept[len(self._kept) - self._unsent]
+                    self._unsent -= 1
+                    self._sent += len(payload)
+                    size += len(payload)
+                    out.append(record(Kind.BYTES, payload, self._got))
+                if not out:
+                    out.append(record(Kind.CONFIRM, b"", self._got))
+                self._told = self._got
+                await raw.send(b"".join(out))
+
+    async def _read(self, raw: Raw) -> None:
+        buffer, self._rest = self._rest, bytearray()
+        while True:
+            while (whole := _take(buffer)) is not None:
+                self._take_in(*whole)
+            if not self._may_read.is_set():
+                await self._may_read.wait()
+            piece = await raw.recv()
+            if not piece:
+                raise _CutError(raw.why or "the stream ended")
+            self._heard = self._loop.time()
+            buffer += piece
+
+    def _take_in(self, kind: int, confirmed: int, payload: bytes) -> None:
+        if not confirmed <= self._sent:
+            raise SandboxDiedError("its keeper broke the protocol: it confirmed what was not sent")
+        self._confirmed(max(confirmed, self._base))
+        if kind == Kind.BYTES:
+            self._got += len(payload)
+            if self._got - self._told >= CONFIRM_AT:
+                self._wake.set()
+            if self._protocol is None:
+                self._early += payload
+            else:
+                self._protocol.data_received(payload)
+        elif kind in (Kind.ENDED, Kind.REFUSED):
+            fields = Fields.decode(payload)
+            raise SandboxDiedError(fields.text(Tag.TEXT), kind=fields.text(Tag.KIND) or "ended")
+        elif kind not in (Kind.CONFIRM, Kind.PONG):
+            raise SandboxDiedError(f"its keeper broke the protocol: record {kind}")
+
+
+def _take(buffer: bytearray) -> tuple[int, int, bytes] | None:
+    """The first whole record, taken off."""
+    if len(buffer) < HEAD.size:
+        return None
+    length, kind, confirmed = HEAD.unpack_from(buffer)
+    if length > MAX_RECORD:
+        raise SandboxDiedError(f"its keeper broke the protocol: a record of {length} bytes")
+    if len(buffer) < HEAD.size + length:
+        return None
+    payload = bytes(buffer[HEAD.size : HEAD.size + length])
+    del buffer[: HEAD.size + length]
+    return kind, confirmed, payload
