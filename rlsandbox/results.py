@@ -75,11 +75,18 @@ class FileInfo(_Data):
 
 @dataclass(frozen=True)
 class Outcome(_Data):
-    """A grade. ``reward`` is None when it could not be measured: never a made-up 0."""
+    """A grade.
+
+    Args:
+        reward: None when it could not be measured: never a made-up 0.
+        put_back: what the rollout had changed that is no work but what graders trust (programs, settings):
+            it was put back before the grader ran.
+    """
 
     reward: float | None
     passed: bool | None
     result: CommandResult | None = None
+    put_back: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,9 @@ class Grader(_Data):
         reward: ``"exit_code"`` (1.0 for 0, else 0.0), ``"file:/path"`` (a number read from there), or
             ``"pkg.mod:fn"`` (called in the trainer with the CommandResult and the task, returns a float).
         fresh: grade in a fresh sandbox with only the work carried over.
+        work: where the work lies, beside the workdir (relative paths: under it). What a rollout changed
+            elsewhere among programs, libraries and settings is put back before grading; ``["/"]``: all it did
+            is work, as in tasks that install or configure something.
     """
 
     command: Cmd
@@ -36,8 +39,14 @@ class Grader(_Data):
     timeout: float = 60
     reward: str = "exit_code"
     fresh: bool = False
+    work: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.work, str) or not isinstance(self.work, Sequence):
+            raise ConfigError(f"Grader.work must be a list of paths, not {self.work!r}")
+        for place in self.work:
+            _text(place, "Grader.work")
+        object.__setattr__(self, "work", tuple(self.work))
         if not isinstance(self.command, str):
             if not isinstance(self.command, Sequence) or not all(isinstance(a, str) for a in self.command):
                 raise ConfigError(f"Grader.command must be text or a list of text, not {self.command!r}")

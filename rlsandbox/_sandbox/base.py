@@ -156,6 +156,11 @@ class SandboxBase:
         return self._state
 
     @property
+    def base_env(self) -> Mapping[str, str]:
+        """What the backend, and credentials, add to the environment of every command."""
+        return self._base_env
+
+    @property
     def processes(self) -> int:
         """Commands of this handle that still run."""
         return len(self._commands)

@@ -210,9 +210,9 @@ class AsyncSandbox(SandboxBase):
             raise
         return self.outcome
 
-    async def fresh(self) -> AsyncSandbox:
-        """Another sandbox of the same task, for the grader."""
-        return await self._host.fresh(self)
+    async def renew(self) -> None:
+        """Go on in another place at the task's primed state, for the grader; this one is given back first."""
+        await self._host.renew(self)
 
     async def snapshot(self, *, kill: bool = False, name: str | None = None) -> AsyncSnapshot:
         """Keep the files as they are now, to fork from.

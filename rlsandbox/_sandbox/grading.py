@@ -1,8 +1,10 @@
 """Grading: the task's check of the work, out of the acting agent's reach.
 
-In this order: every process of the episode is ended; what the agent may have put in the way of the hidden
-files is removed (a link, a directory, a file where a directory must be: links that the episode made are never
-followed), a reward file of its own too; the files are written; the grader runs; its answer becomes a reward.
+In this order: every process of the episode is ended; what the rollout changed that is not its work but what
+graders trust is put back (:mod:`.trust`), or, on request, the work alone is carried into a fresh sandbox;
+what the agent may have put in the way of the hidden files is removed (a link, a directory, a file where a
+directory must be: links that the episode made are never followed), a reward file of its own too; the files
+are written; the grader runs; its answer becomes a reward.
 
 A grader that answers nonsense is the task's fault: GradeError, no reward. A sandbox that the work left too
 full, or without its workdir, or that breaks the grader half-way, is a failed grade: 0.0. Nothing else is.
@@ -14,19 +16,28 @@ import asyncio
 import errno
 import importlib
 import inspect
+import logging
 import math
 import posixpath
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CommandStartError, ConfigError, SandboxError, file_error
+from ..errors import CommandStartError, ConfigError, SandboxError, SandboxFileError, file_error
 from ..keeper.client import KeeperFailure
-from ..results import CommandResult, FileInfo, Outcome
+from ..results import CommandResult, Outcome
 from ..task import Grader, Task
 from . import files
+from .carry import carried_over, kind_of
+from .trust import Trust, told
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
 
+log = logging.getLogger("rlsandbox.grading")
+
+_told: set[str] = set()
+"""Tasks of which it was said that something was put back: a second time it is no news."""
+_AT_ONCE = 16
 _LINKS = 40
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 REWARD_BYTES = 4096
@@ -54,23 +65,60 @@ def grader_of(task: Task, grader: Grader | None) -> Grader:
 async def grade(sandbox: AsyncSandbox, grader: Grader | None) -> Outcome:
     chosen = grader_of(sandbox.task, grader)
     function = _function(chosen.reward)
+    trust = Trust(sandbox, chosen)
+    if chosen.fresh and not trust.places:
+        raise ConfigError(
+            f"task {sandbox.task.id!r}: a grader with fresh=True needs a workdir or Grader.work: "
+            "it says what is carried over"
+        )
     async with sandbox.grading():
         await sandbox.client.kill_all()
-        if not chosen.fresh:
-            return await _grade_in(sandbox, chosen, function)
-        work = await _work_of(sandbox)
-        fresh = await sandbox.fresh()
         try:
-            async with fresh.grading():
-                try:
-                    await _carry(sandbox, fresh, work)
-                except OSError as error:
-                    if error.errno in _FULL:
-                        return _unfit(error)
-                    raise
-                return await _grade_in(fresh, chosen, function)
-        finally:
-            await fresh.release()
+            if chosen.fresh:
+                put_back = await carried_over(sandbox, trust)
+            else:
+                put_back = await _put_back(sandbox, trust)
+        except SandboxFileError as error:
+            if error.errno in _FULL or not chosen.fresh:
+                return _unfit(error)
+            raise
+        return replace(await _grade_in(sandbox, chosen, function), put_back=put_back)
+
+
+async def _put_back(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
+    """Undo what the rollout changed that is not its work; the paths, but for byte code."""
+    client = sandbox.client
+    try:
+        changed = await client.changes("/")
+    except KeeperFailure as error:
+        if error.errno == errno.EOPNOTSUPP:  # isolation="none": there is no outside to see it from
+            return ()
+        raise
+    foreign = await trust.foreign(changed)
+
+    async def undo(path: str) -> None:
+        try:
+            await client.outside_remove(path)
+        except KeeperFailure as error:
+            if error.errno != errno.ENOENT:
+                raise file_error(error.errno, path, sandbox=sandbox.id) from None
+
+    for at in range(0, len(foreign), _AT_ONCE):
+        some = foreign[at : at + _AT_ONCE]
+        for ended in await asyncio.gather(*(undo(info.name) for info in some), return_exceptions=True):
+            if isinstance(ended, BaseException):
+                raise ended
+    names = tuple(info.name for info in foreign if not info.name.endswith("/__pycache__"))
+    if names:
+        first = sandbox.task.id not in _told and len(_told) < 1000
+        _told.add(sandbox.task.id)
+        log.log(
+            logging.WARNING if first else logging.INFO,
+            "task %s: put back before grading, as it is no work: %s (if it is: Grader(work=[...]))",
+            sandbox.task.id,
+            told(names),
+        )
+    return names
 
 
 async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Outcome:
@@ -83,7 +131,7 @@ async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Out
     try:
         result = await sandbox.run_grader(grader.command, timeout=grader.timeout)
     except CommandStartError as error:
-        if error.kind == "bad_cwd" and await _kind(sandbox, sandbox.workdir) != "dir":
+        if error.kind == "bad_cwd" and await kind_of(sandbox, sandbox.workdir) != "dir":
             return _unfit(file_error(errno.ENOENT, sandbox.workdir))
         error.phase = "grade"
         raise
@@ -157,68 +205,6 @@ async def _remove(sandbox: AsyncSandbox, path: str) -> None:
 
 async def _made_by_episode(sandbox: AsyncSandbox, path: str) -> bool:
     return any(info.name == path for info in await sandbox.client.changes(path))
-
-
-# -- the work, carried over -------------------------------------------------------------------------
-
-
-async def _work_of(sandbox: AsyncSandbox) -> list[FileInfo]:
-    """What the episode changed under the workdir, seen from outside, parents first."""
-    if sandbox.workdir == "/":
-        raise ConfigError(
-            f"task {sandbox.task.id!r}: a grader with fresh=True needs a workdir: what is carried over"
-        )
-    return sorted(await sandbox.client.changes(sandbox.workdir), key=lambda info: info.name)
-
-
-async def _carry(old: AsyncSandbox, new: AsyncSandbox, work: list[FileInfo]) -> None:
-    top = old.workdir.rstrip("/")
-    target = new.client
-    user = old.spec.user
-    for info in work:
-        path = info.name
-        if path != top and not path.startswith(top + "/"):
-            continue
-        try:
-            if info.kind == "dir":
-                if await _kind(new, path) not in (None, "dir"):
-                    await target.remove(path, tree=True)
-                await target.write(
-                    path, b"", mode=info.mode, user=user, flags=files.MAKE_DIR | files.MAKE_PARENTS
-                )
-                continue
-            if await _kind(new, path) is not None:
-                await target.remove(path, tree=True)
-            if info.kind == "file":
-                await _copy(old, new, info, user)
-            elif info.kind == "symlink":
-                link = await old.client.read_link(path)
-                await target.write(path, link, user=user, flags=files.MAKE_LINK | files.MAKE_PARENTS)
-        except KeeperFailure as error:
-            raise file_error(error.errno, path, sandbox=new.id) from None
-
-
-async def _copy(old: AsyncSandbox, new: AsyncSandbox, info: FileInfo, user: str | None) -> None:
-    """A file with its holes: what an agent made a terabyte long costs what is in it."""
-    target = new.client
-    flags = files.MAKE_PARENTS | files.EXCLUSIVE
-    await target.write(info.name, b"", mode=info.mode | 0o200, user=user, flags=flags)
-    at, size = 0, info.size
-    while at < size:
-        start, piece, size = await files.read_data(old.client, info.name, at, size)
-        if piece:
-            await target.write(info.name, piece, offset=start)
-        at = start + len(piece)
-    await target.write(info.name, b"", mode=info.mode, offset=size, size=size)
-
-
-async def _kind(sandbox: AsyncSandbox, path: str) -> str | None:
-    try:
-        return (await sandbox.client.stat(path)).kind
-    except KeeperFailure as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            return None
-        raise
 
 
 # -- the reward -------------------------------------------------------------------------------------

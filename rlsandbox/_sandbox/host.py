@@ -30,8 +30,8 @@ class Host(Protocol):
         """*n* sandboxes on a snapshot: all or none."""
         ...
 
-    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
-        """Another sandbox of the same task, at its primed state."""
+    async def renew(self, sandbox: AsyncSandbox) -> None:
+        """Give its place up, find another at the task's primed state, and attach() that."""
         ...
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:

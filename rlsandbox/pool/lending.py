@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from ..metrics import TtfcSample
 from ..spec import Spec
 from ..task import Task
 from .driver import Held
+from .forks import Forks
 from .model import PoolClaim, PoolMember
 from .policy import in_thread
 
@@ -66,6 +66,7 @@ class Lender:
         self._class: Any = AsyncSandbox
         self.leases: set[Lease] = set()
         self.snapshots: dict[str, AsyncSnapshot] = {}
+        self._forks = Forks(pool)
 
     # -- handing over --------------------------------------------------------------------------------
 
@@ -254,15 +255,19 @@ class Lender:
         )
         snapshot = AsyncSnapshot(self, id=name or layer, bytes=size, task=lease.task, spec=lease.spec)
         snapshot.layer = layer  # type: ignore[attr-defined]
+        snapshot.parent = lease  # type: ignore[attr-defined]
         self.snapshots[snapshot.id] = snapshot
         return snapshot
 
     async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        return await all_or_none(self._pool, snapshot, n, timeout)
+        return await self._forks.make(snapshot, n, timeout)
 
-    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
+    async def renew(self, sandbox: AsyncSandbox) -> None:
         lease = _held(sandbox)
-        return await self._pool._claim(lease.task, counted=False)
+        _, spec, layer = self._pool._resolve(lease.task)
+        # Given back first: were it held while it waits for another, graders could wait for each other.
+        self._pool.driver.release(lease.claim)
+        await self._moved(sandbox, lease, *await self._pool._obtain(layer, spec, None, task=lease.task))
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         lease = _held(sandbox)
@@ -276,12 +281,19 @@ class Lender:
             raise SandboxStateError("the sandbox does not hibernate", sandbox=sandbox.id)
         claim, held = await self._pool._obtain(lease.asleep.layer, lease.spec, timeout, task=lease.task)  # type: ignore[attr-defined]
         snapshot, lease.asleep = lease.asleep, None
+        try:
+            await self._moved(sandbox, lease, claim, held)
+        finally:
+            self._drop(snapshot)
+
+    async def _moved(self, sandbox: AsyncSandbox, lease: Lease, claim: PoolClaim, held: Held) -> None:
+        """The sandbox lives in another member from now on."""
         lease.claim, lease.member = claim, claim.member or ""
         held.task = lease.task
         sandbox.id = held.member.id
         sandbox.attach(held.link.client, node=held.member.node)
-        self._drop(snapshot)
         if lease.credentials is not None:
+            held.credentials = [*held.credentials[1 - _PAST_CREDENTIALS :], lease.credentials]
             await _place(sandbox, lease.credentials)
 
     async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
@@ -298,33 +310,6 @@ class Lender:
 async def _place(sandbox: AsyncSandbox, credentials: Credentials) -> None:
     for path, data in credentials.files.items():
         await files.write(sandbox, path, data, 0o600, None)
-
-
-async def all_or_none(
-    pool: AsyncPool, snapshot: AsyncSnapshot, n: int, timeout: float | None
-) -> list[AsyncSandbox]:
-    """*n* sandboxes with a snapshot's state; when one cannot be had, none is kept."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ConfigError(f"fork(n): n must be a whole number of at least 1, not {n!r}")
-    if n > pool.max_size:
-        hint = "raise max_size"
-        raise ConfigError(f"fork({n}) can never be met: the pool's ceiling is {pool.max_size}", hint=hint)
-    claims = [asyncio.ensure_future(pool._claim(snapshot, timeout=timeout)) for _ in range(n)]
-    whole = False
-    try:
-        await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
-        whole = all(c.done() and not c.cancelled() and c.exception() is None for c in claims)
-    finally:
-        if not whole:
-            for claim in claims:
-                claim.cancel()
-            for got in await asyncio.gather(*claims, return_exceptions=True):
-                if not isinstance(got, BaseException):
-                    await got.release()
-    for claim in claims:
-        if not claim.cancelled() and (error := claim.exception()) is not None:
-            raise error
-    return [claim.result() for claim in claims]
 
 
 def sample_of(parts: Mapping[str, float], **rest: Any) -> TtfcSample:

@@ -360,12 +360,16 @@ class _RemoteLender:
         return AsyncSnapshot(self, id=id, bytes=size, task=task, spec=spec)
 
     async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        from .lending import all_or_none
+        from .forks import all_or_none, check
 
+        check(n, self._pool.max_size)
         return await all_or_none(self._pool, snapshot, n, timeout)
 
-    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
-        return await self._pool._claim(sandbox.task, counted=False)
+    async def renew(self, sandbox: AsyncSandbox) -> None:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        number, lease.number = lease.number, None
+        await self._give_back(sandbox, number, None, await self._detached(sandbox))
+        await self._move(sandbox, sandbox.task, None)
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
@@ -378,12 +382,16 @@ class _RemoteLender:
         asleep = getattr(lease, "asleep", None)
         if asleep is None:
             raise SandboxStateError("the sandbox does not hibernate", sandbox=sandbox.id)
-        about, fds = await self._pool.call("claim", asleep.id, timeout, None)
-        client = await _client(about, fds)
-        lease.number, lease.asleep = about["lease"], None
-        sandbox.id = about["id"]
-        sandbox.attach(client, node=about["node"])
+        await self._move(sandbox, asleep.id, timeout)
+        lease.asleep = None
         await self.delete_snapshot(asleep)
+
+    async def _move(self, sandbox: AsyncSandbox, asked: Any, timeout: float | None) -> None:
+        """The sandbox lives in another member from now on."""
+        about, fds = await self._pool.call("claim", asked, timeout, None)
+        sandbox.attach(await _client(about, fds), node=about["node"])
+        sandbox.id = about["id"]
+        sandbox._lease.number = about["lease"]  # type: ignore[attr-defined]
 
     async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
         await self._pool.call("delete_snapshot", snapshot.id)

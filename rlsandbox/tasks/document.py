@@ -91,6 +91,9 @@ def _grader(table: _Table) -> Grader:
     command = table.take("command", (str, list))
     if isinstance(command, list) and not all(isinstance(part, str) for part in command):
         raise table.error("command", "must be a string or a list of strings")
+    work = table.take("work", list, [])
+    if not all(isinstance(place, str) for place in work):
+        raise table.error("work", "must be a list of paths")
     grader: Grader = table.make(
         Grader,
         command=command,
@@ -98,6 +101,7 @@ def _grader(table: _Table) -> Grader:
         timeout=table.take("timeout", (int, float), 60),
         reward=table.take("reward", str, "exit_code"),
         fresh=table.take("fresh", bool, False),
+        work=work,
     )
     return grader
 

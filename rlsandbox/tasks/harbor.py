@@ -130,6 +130,7 @@ def _grader(path: Path, verifier: Mapping[str, Any], where: str) -> Grader:
         files=read_tree(path / "tests", "/tests", str(path)),
         timeout=timeout or 600,
         reward="file:/logs/verifier/reward.txt" if writes else "exit_code",
+        work=["/"],  # what is installed and configured, anywhere, is what such tasks judge
     )
 
 

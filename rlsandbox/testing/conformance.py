@@ -16,9 +16,10 @@ from ._fixtures import OnePerClass
 from ._grading import Grading
 from ._lifecycle import Lifecycle
 from ._sessions import Sessions
+from ._trust import Trusting
 
 __all__ = ["BackendConformance", "OnePerClass"]
 
 
-class BackendConformance(Lifecycle, Commands, Sessions, Files, Grading):
+class BackendConformance(Lifecycle, Commands, Sessions, Files, Grading, Trusting):
     """Subclass it, give the fixture ``backend``, run it with pytest."""

@@ -133,8 +133,20 @@ class LoneHost:
             raise
         return made
 
-    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
-        return await self.make(sandbox.task, spec=sandbox.spec)
+    async def renew(self, sandbox: AsyncSandbox) -> None:
+        await self._dispose(sandbox.id, sandbox.client)
+        client = await self._client(sandbox.id, sandbox.spec, 120.0)
+        sandbox.attach(client)
+        if sandbox.task.layer_key is not None:
+            primed = AsyncSandbox(
+                client, id=sandbox.id, task=sandbox.task, spec=sandbox.spec, host=self,
+                base_env=self.backend.environment(sandbox.spec), facts=self._members[sandbox.id].facts,
+            )  # fmt: skip
+            try:
+                await _prime(primed, sandbox.task)
+            finally:
+                primed._state = "released"
+            await client.seal(f"primed-{sandbox.id}-{next(self._numbers)}", kill=True)
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         await sandbox.client.kill_all()

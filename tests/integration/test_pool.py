@@ -657,3 +657,78 @@ def test_importing_starts_nothing(tmp_path: Path) -> None:
     )
     assert code_ == 0, err
     assert json.loads(out) == [0, False, False, []]
+
+
+# -- waits that nothing could end ---------------------------------------------------------------------
+
+
+def test_a_fork_that_can_never_be_met_says_so_at_once(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=2)
+    with pool.claim(rls.Task(id="f"), timeout=LONG) as sandbox:
+        snapshot = sandbox.snapshot(kill=True)
+        with pytest.raises(ConfigError, match=r"fork\(3\) can never be met: the pool's ceiling is 2 "):
+            snapshot.fork(3)
+        with pytest.raises(
+            ConfigError, match=r"fork\(2\) can never be met.*snapshot was taken of.*release it"
+        ):
+            snapshot.fork(2)
+        with pytest.raises(ClaimTimeoutError, match="the ceiling of 2 is reached"):
+            snapshot.fork(2, timeout=0.5)
+        with snapshot.fork(1) as (copy,):
+            assert copy.run("true").ok
+    with snapshot.fork(2) as copies:  # its sandbox was given back: now it can be met
+        assert len(copies) == 2
+    eventually(lambda: pool.stats().ready == 2)
+
+
+def test_a_fork_waits_for_those_who_may_still_give_back(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=2)
+    other = pool.claim(rls.Task(id="other"), timeout=LONG)
+    with pool.claim(rls.Task(id="f"), timeout=LONG) as sandbox:
+        snapshot = sandbox.snapshot(kill=True)
+    holder = pool.claim(rls.Task(id="holder"), timeout=LONG)
+    threading.Timer(0.5, lambda: (other.release(), holder.release())).start()
+    with snapshot.fork(2) as copies:
+        assert len(copies) == 2
+
+
+def test_rollouts_that_fork_do_not_wait_for_each_other_for_ever(make: Callable[..., rls.Pool]) -> None:
+    """Each holds one of four, all want two more: one after the other gives way, and comes again."""
+    pool = make(size=4)
+    meet = threading.Barrier(4)
+
+    def policy(sandbox: rls.Sandbox, task: rls.Task) -> str:
+        snapshot = sandbox.snapshot(kill=True)
+        if sandbox.rollout is not None and sandbox.rollout.attempt == 1:
+            meet.wait(LONG)
+        with snapshot.fork(2) as copies:
+            return str(len(copies))
+
+    tasks = [rls.Task(id=f"t{i}") for i in range(4)]
+    report = pool.run_rollouts(tasks, policy, retries=3, concurrency=4, progress=False)
+    assert [record.value for record in report.records] == ["2"] * 4, [
+        (r.attempts, r.failure) for r in report.records
+    ]
+    assert max(record.attempts for record in report.records) > 1, "somebody had to give way"
+
+
+def test_graders_in_fresh_sandboxes_do_not_wait_for_each_other(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=2)
+    grader = rls.Grader(command="cat mine big | wc -c; ls; test ! -e /tmp/left", fresh=True)
+    tasks = [rls.Task(id=f"t{i}", workdir="/work", files={"given": "x"}, grader=grader) for i in range(2)]
+    meet = threading.Barrier(2)
+
+    def policy(sandbox: rls.Sandbox, task: rls.Task) -> str:
+        sandbox.run(
+            "printf mine >mine; head -c 20000000 /dev/urandom >big; echo x >/tmp/left; rm given"
+        ).check()
+        meet.wait(LONG)
+        outcome = sandbox.grade()
+        assert outcome.result is not None
+        return outcome.result.stdout
+
+    report = pool.run_rollouts(tasks, policy, concurrency=2, progress=False, retries=0)
+    assert [record.value for record in report.records] == ["20000004\nbig\nmine\n"] * 2
+    assert [record.reward for record in report.records] == [1.0, 1.0]
+    eventually(lambda: pool.stats().ready == 2)
+    assert pool.stats().quarantined == 0

@@ -42,7 +42,7 @@ class Pool:
             raise self.fail
         return []
 
-    async def fresh(self, sandbox: AsyncSandbox) -> AsyncSandbox:
+    async def renew(self, sandbox: AsyncSandbox) -> None:
         raise NotImplementedError
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None: ...

@@ -1,0 +1,104 @@
+"""The work alone, carried into a fresh sandbox: read out first, so that none is held while one is awaited."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import tempfile
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING
+
+from ..errors import file_error
+from ..keeper.client import KeeperFailure
+from ..results import FileInfo
+from . import files
+from .trust import Trust, within
+
+if TYPE_CHECKING:
+    from .core import AsyncSandbox
+
+_IN_MEMORY = 16 << 20
+
+
+@dataclass
+class _Piece:
+    """One path of the work. *data*: what a link says, or (offset in the file, place in the spool, length)."""
+
+    info: FileInfo
+    link: bytes = b""
+    data: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
+    """Give *sandbox* a fresh place with the work in it and nothing else; the paths that were left behind.
+
+    Raises:
+        SandboxFileError: the work cannot be read, or does not fit.
+    """
+    changed = sorted(await sandbox.client.changes("/"), key=lambda info: info.name)
+    places = trust.places
+    inside = [info for info in changed if within(info.name, places)]
+    foreign = [info.name for info in await trust.foreign(inside)]
+    work = [info for info in inside if not within(info.name, foreign)]
+    outside = [info.name for info in changed if not within(info.name, places) and info.kind != "dir"]
+    with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as spool:
+        pieces = [await _read(sandbox, info, spool) for info in work]
+        await sandbox.renew()
+        for piece in pieces:
+            await _write(sandbox, piece, spool)
+    return tuple(name for name in (*foreign, *outside) if "/__pycache__" not in name)
+
+
+async def _read(sandbox: AsyncSandbox, info: FileInfo, spool: IO[bytes]) -> _Piece:
+    piece = _Piece(info)
+    try:
+        if info.kind == "symlink":
+            piece.link = await sandbox.client.read_link(info.name)
+        elif info.kind == "file":
+            # With its holes: what an agent made a terabyte long costs what is in it.
+            at, size = 0, info.size
+            while at < size:
+                start, data, size = await files.read_data(sandbox.client, info.name, at, size)
+                if data:
+                    piece.data.append((start, spool.tell(), len(data)))
+                    await asyncio.to_thread(spool.write, data)
+                at = start + len(data)
+    except KeeperFailure as error:
+        raise file_error(error.errno, info.name, sandbox=sandbox.id) from None
+    return piece
+
+
+async def _write(sandbox: AsyncSandbox, piece: _Piece, spool: IO[bytes]) -> None:
+    client, user = sandbox.client, sandbox.spec.user
+    info, path = piece.info, piece.info.name
+    try:
+        there = await kind_of(sandbox, path)
+        if info.kind == "dir":
+            if there not in (None, "dir"):
+                await client.remove(path, tree=True)
+            flags = files.MAKE_DIR | files.MAKE_PARENTS
+            await client.write(path, b"", mode=info.mode, user=user, flags=flags)
+            return
+        if there is not None:
+            await client.remove(path, tree=True)
+        if info.kind == "symlink":
+            await client.write(path, piece.link, user=user, flags=files.MAKE_LINK | files.MAKE_PARENTS)
+        elif info.kind == "file":
+            flags = files.MAKE_PARENTS | files.EXCLUSIVE
+            await client.write(path, b"", mode=info.mode | 0o200, user=user, flags=flags)
+            for offset, place, length in piece.data:
+                spool.seek(place)
+                await client.write(path, await asyncio.to_thread(spool.read, length), offset=offset)
+            await client.write(path, b"", mode=info.mode, offset=info.size, size=info.size)
+    except KeeperFailure as error:
+        raise file_error(error.errno, path, sandbox=sandbox.id) from None
+
+
+async def kind_of(sandbox: AsyncSandbox, path: str) -> str | None:
+    """What is at *path*; None when nothing is."""
+    try:
+        return (await sandbox.client.stat(path)).kind
+    except KeeperFailure as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            return None
+        raise
