@@ -231,10 +231,15 @@ bool cgroups_ice(struct hub *h, const char *member, int fds[2])
     return false;
 }
 
+bool cgroups_off;
+
 void cgroups_setup(struct hub *h)
 {
     for (int kind = 0; kind < CG_KINDS; kind++)
         h->cg.dir[kind] = h->cg.base[kind] = -1;
+    h->cg.ice = h->cg.ice_base = -1;
+    if (cgroups_off)
+        return;
     if (path_join(h->cg.name, sizeof h->cg.name, "rlsandbox.%d.%llu", (int)getpid(), start_time(getpid())) < 0)
         return;
     setup_v1(h);

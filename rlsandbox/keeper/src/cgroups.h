@@ -3,6 +3,9 @@
 #define RLS_CGROUPS_H
 #include "hub.h"
 
+/* in a container: its limits are the pod's, and names made of our pids would be those of other containers' hubs too */
+extern bool cgroups_off;
+
 void cgroups_setup(struct hub *h);
 /* Makes the groups that the settings ask for and puts `pid` in. Adds facts and TAG_CG_FILE roles to `facts`, in the order of
  * the files in `fds` (room for CG_FILES). The caller closes them, after an error as well. */

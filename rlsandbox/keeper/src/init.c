@@ -50,7 +50,7 @@ static int hub_spawn(struct first *f, bool bare, struct err *e)
         return fail(e, errno, "make a socket pair for the hub");
     path_join(fd, sizeof fd, "%d", sv[1]);
     path_join(pid, sizeof pid, "%d", (int)getpid());
-    char *argv[] = {"keeper", "hub", "--fd", fd, "--client", pid, bare ? "--isolation" : NULL, "none", NULL};
+    char *argv[] = {"keeper", "hub", "--fd", fd, "--client", pid, "--cgroups", "none", bare ? "--isolation" : NULL, "none", NULL};
     char *env[] = {"PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", NULL};
     f->hub_pid = fork();
     if (f->hub_pid == 0) {

@@ -4,6 +4,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "cgroups.h"
 #include "container.h"
 #include "hub.h"
 #include "protocol.h"
@@ -22,7 +23,7 @@ const char *__asan_default_options(void)
 
 static int usage(void)
 {
-    fputs("usage: keeper hub --fd N [--client PID] [--isolation none]   (started by rlsandbox)\n"
+    fputs("usage: keeper hub --fd N [--client PID] [--isolation none] [--cgroups none]   (started by rlsandbox)\n"
           "       keeper init [--option VALUE]..   (a container's first process)\n"
           "       keeper connect [RUN]             (what an exec stream of that container runs)\n"
           "       keeper version\n", stderr);
@@ -51,6 +52,12 @@ int main(int argc, char **argv)
                 if (strcmp(argv[i + 1], "none"))
                     return usage();
                 bare = true;
+                continue;
+            }
+            if (strcmp(argv[i], "--cgroups") == 0) {
+                if (strcmp(argv[i + 1], "none"))
+                    return usage();
+                cgroups_off = true;
                 continue;
             }
             long v = strtol(argv[i + 1], &end, 10);

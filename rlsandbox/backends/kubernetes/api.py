@@ -1,0 +1,375 @@
+"""The API server, over the official client's asyncio half: credentials, requests, what went wrong.
+
+Every write is one that may be repeated (creations and removals by name, server-side apply), so a request
+whose answer was lost is simply made again. Writes go through one token bucket; what is throttled waits as
+long as the server says, spread by full jitter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes.aio import client as _client
+from kubernetes.aio import config as _config
+from kubernetes.aio.config.config_exception import ConfigException
+
+from ...errors import ConfigError, ProvisionError, SandboxError, ThrottledError
+
+log = logging.getLogger("rlsandbox.kubernetes")
+k8s: Any = _client
+k8s_config: Any = _config  # the client says nothing of its types
+
+TIMEOUT_S = 30.0
+_SA = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+_APPLY = "application/apply-patch+yaml"
+_MERGE = "application/merge-patch+json"
+_FIRST_S, _LONGEST_S = 0.2, 8.0
+JSON = dict[str, Any]
+
+
+class ApiError(ProvisionError):
+    """The API server said no. ``status``: HTTP; ``reason``: its own word (``NotFound`` ...)."""
+
+    default_kind = "api"
+    status: int = 0
+    reason: str = ""
+
+
+class Unreachable(ProvisionError):
+    """No answer from the API server; what was asked may or may not have been done."""
+
+    default_kind = "api_unreachable"
+
+
+class Bucket:
+    """At most *rate* writes a second, none saved up beyond a tenth of a second's worth."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+        self._free_at = 0.0
+
+    async def take(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        start = max(self._free_at, now - 0.1)
+        self._free_at = start + 1 / self.rate
+        if start > now:
+            await asyncio.sleep(start - now)
+
+    def pause(self, seconds: float) -> None:
+        """Nobody writes for so long: the server has enough."""
+        self._free_at = max(self._free_at, asyncio.get_running_loop().time() + seconds)
+
+
+class Api:
+    """One cluster and namespace, with one set of credentials. Make one with :meth:`connect`."""
+
+    def __init__(
+        self,
+        client: Any,
+        *,
+        namespace: str,
+        where: str,
+        loader: Any = None,
+        write_rate: float = 50.0,
+    ) -> None:
+        self.namespace, self.where = namespace, where
+        self.requests: Counter[str] = Counter()
+        """How many requests have been made, by verb; ``throttled`` and ``repeated`` among them."""
+        self._client, self._loader = client, loader
+        self._bucket = Bucket(write_rate)
+        self._reload_lock = asyncio.Lock()
+
+    @classmethod
+    async def connect(
+        cls,
+        *,
+        kubeconfig: str | None = None,
+        context: str | None = None,
+        namespace: str | None = None,
+        write_rate: float = 50.0,
+    ) -> Api:
+        """Credentials from *kubeconfig*, $KUBECONFIG, ~/.kube/config, or of the pod that we are in.
+
+        Raises:
+            ConfigError: there are none, or no such context.
+        """
+        settings = k8s.Configuration()
+        settings.connection_pool_maxsize = 0  # each held sandbox may have a stream
+        settings.retries = None  # repeated here, where it is known what may be
+        path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+        files = [part for part in path.split(os.pathsep) if Path(part).is_file()]  # noqa: ASYNC240 - once
+        if not files and kubeconfig is None and context is None and _SA.joinpath("token").exists():
+            k8s_config.load_incluster_config(client_configuration=settings)
+            own = _SA.joinpath("namespace")
+            spoken = namespace or (own.read_text().strip() if own.exists() else "default")
+            where = f"the cluster of this pod ({settings.host})"
+            return cls(k8s.ApiClient(settings), namespace=spoken, where=where, write_rate=write_rate)
+        if not files:
+            raise ConfigError(
+                f"no cluster to talk to: {path} does not exist, and this is no pod with a service account",
+                hint="set KUBECONFIG, or Kubernetes(kubeconfig=...)",
+            )
+        try:
+            loader = await k8s_config.load_kube_config(
+                config_file=os.pathsep.join(files), context=context, client_configuration=settings,
+                persist_config=False,
+            )  # fmt: skip
+            current = loader.current_context
+        except ConfigException as error:
+            known, _ = _contexts(files)
+            hint = f"contexts there: {', '.join(known)}" if known else ""
+            raise ConfigError(
+                f"kubeconfig {path}: {_one_line(error)}" + (f" (context {context!r})" if context else ""),
+                hint=hint,
+            ) from error
+        except Exception as error:  # whatever a broken file makes of the parser
+            raise ConfigError(f"kubeconfig {path} cannot be read: {_one_line(error)}") from error
+        spoken = namespace or current.get("context", {}).get("namespace") or "default"
+        where = f"context {current['name']!r} ({settings.host})"
+        return cls(
+            k8s.ApiClient(settings), namespace=spoken, where=where, loader=loader, write_rate=write_rate
+        )
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    # -- requests ------------------------------------------------------------------------------------
+
+    async def get(
+        self, path: str, query: Mapping[str, str] | None = None, *, timeout: float = TIMEOUT_S
+    ) -> JSON:
+        return await self._call("GET", path, query=query, limit=timeout)
+
+    async def create(
+        self, path: str, body: JSON, *, limit: float = TIMEOUT_S, throttle: bool = False
+    ) -> JSON:
+        """Create by name. One that is there already, made by an attempt whose answer was lost, is success.
+
+        Args:
+            throttle: raise ThrottledError on 429 instead of waiting here.
+        """
+        try:
+            return await self._call("POST", path, body=body, limit=limit, throttle=throttle)
+        except ApiError as error:
+            if error.reason != "AlreadyExists":
+                raise
+            return await self.get(f"{path}/{body['metadata']['name']}")
+
+    async def apply(self, path: str, body: JSON, *, force: bool = True) -> JSON:
+        """Server-side apply, as the field manager ``rlsandbox``."""
+        query = {"fieldManager": "rlsandbox", "force": "true" if force else "false"}
+        return await self._call("PATCH", path, query=query, body=body, content_type=_APPLY)
+
+    async def merge(self, path: str, body: JSON, *, limit: float = TIMEOUT_S) -> JSON:
+        return await self._call("PATCH", path, body=body, content_type=_MERGE, limit=limit)
+
+    async def delete(
+        self, path: str, *, limit: float = TIMEOUT_S, throttle: bool = False, body: JSON | None = None
+    ) -> bool:
+        """Remove; False when it was not there."""
+        try:
+            await self._call("DELETE", path, body=body, limit=limit, throttle=throttle)
+        except ApiError as error:
+            if error.status == 404:
+                return False
+            raise
+        return True
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: JSON | None = None,
+        content_type: str = "application/json",
+        limit: float = TIMEOUT_S,
+        throttle: bool = False,
+    ) -> JSON:
+        """Ask until there is an answer, or *limit* seconds are over."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + limit
+        delay, renewed = _FIRST_S, False
+        while True:
+            if method != "GET":
+                await self._bucket.take()
+            left = deadline - loop.time()
+            wait: float
+            try:
+                async with asyncio.timeout(max(0.05, left)):
+                    response = await self._request(method, path, query, body, content_type, max(0.05, left))
+                    text = await response.read()
+                status = response.status
+            except (aiohttp.ClientError, TimeoutError, OSError) as error:
+                said = _one_line(error) or type(error).__name__
+                failure: SandboxError = Unreachable(f"no answer from the API server of {self.where}: {said}")
+                wait = random.uniform(0, delay)
+            else:
+                if status < 300:
+                    return json.loads(text) if text else {}
+                failure = _error(status, text, self.where)
+                if status == 401 and not renewed and await self._renew():
+                    renewed = True
+                    continue
+                if status == 429:
+                    self.requests["throttled"] += 1
+                    retry_after = _seconds(response.headers.get("Retry-After"))
+                    if method != "GET":
+                        self._bucket.pause(random.uniform(0, 2 * (retry_after or 1.0)))
+                    if throttle:
+                        slow = ThrottledError(f"the API server of {self.where} has enough requests (429)")
+                        slow.retry_after = retry_after
+                        raise slow
+                    wait = (retry_after or 1.0) + random.uniform(0, delay)
+                elif status in (500, 502, 503, 504):
+                    wait = random.uniform(0, delay)
+                else:
+                    raise failure
+            if loop.time() + wait >= deadline:
+                raise failure
+            self.requests["repeated"] += 1
+            delay = min(delay * 2, _LONGEST_S)
+            await asyncio.sleep(wait)
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None,
+        body: JSON | None,
+        kind: str,
+        timeout: Any,
+    ) -> aiohttp.ClientResponse:
+        self.requests[method] += 1
+        headers = {"Accept": "application/json", "Content-Type": kind}
+        await self._authorize(headers, path, method)
+        url = self._client.configuration.host + path
+        if query:
+            url += "?" + "&".join(f"{key}={_quoted(value)}" for key, value in query.items())
+        if not isinstance(timeout, aiohttp.ClientTimeout):
+            timeout = aiohttp.ClientTimeout(total=timeout)
+        answer = await self._client.rest_client.request(
+            method, url, headers=headers, body=body, _request_timeout=timeout
+        )
+        response: aiohttp.ClientResponse = answer.response
+        return response
+
+    async def _authorize(self, headers: dict[str, str], path: str, method: str) -> None:
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
+
+    async def _renew(self) -> bool:
+        """Look for newer credentials (a token file, an exec plugin); False when there are none."""
+        if self._loader is None:
+            return False
+        async with self._reload_lock:
+            before = dict(self._client.configuration.api_key)
+            try:
+                await self._loader.load_and_set(self._client.configuration)
+            except Exception as error:
+                log.warning("credentials could not be renewed: %s", _one_line(error))
+                return False
+            return before != dict(self._client.configuration.api_key)
+
+    async def stream(self, path: str, query: Mapping[str, str], *, silent_s: float) -> aiohttp.ClientResponse:
+        """A response to read from as it comes (a watch); *silent_s*: how long it may say nothing."""
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silent_s)
+        response = await self._request("GET", path, query, None, "application/json", timeout)
+        if response.status >= 300:
+            text = await response.read()
+            if response.status == 401:
+                await self._renew()
+            raise _error(response.status, text, self.where)
+        return response
+
+    async def websocket(self, path: str, query: str) -> aiohttp.ClientWebSocketResponse:
+        """An exec stream.
+
+        Raises:
+            ApiError: the server refused. OSError, aiohttp.ClientError: it could not be reached.
+        """
+        self.requests["exec"] += 1
+        headers = {"sec-websocket-protocol": "v4.channel.k8s.io"}
+        await self._authorize(headers, path, "GET")
+        rest = self._client.rest_client
+        if rest.pool_manager is None:
+            rest.pool_manager = rest._create_pool_manager()
+        url = self._client.configuration.host + path + "?" + query
+        url = "ws" + url.removeprefix("http")
+        extra: dict[str, Any] = {}
+        if self._client.configuration.tls_server_name:
+            extra["server_hostname"] = self._client.configuration.tls_server_name
+        if rest.proxy:
+            extra["proxy"] = rest.proxy
+        try:
+            ws: aiohttp.ClientWebSocketResponse = await rest.pool_manager.ws_connect(
+                url, headers=headers, max_msg_size=0, autoping=True, **extra
+            )
+        except aiohttp.WSServerHandshakeError as error:
+            if error.status == 401:
+                await self._renew()
+            raise _error(error.status, b"", self.where) from error
+        return ws
+
+
+def _error(status: int, text: bytes, where: str) -> SandboxError:
+    reason, message = "", ""
+    try:
+        told = json.loads(text)
+        reason, message = str(told.get("reason") or ""), str(told.get("message") or "")
+    except ValueError:
+        message = text.decode(errors="replace").strip()[:300]
+    how: dict[str, Any] = {"retryable": status >= 500 or status in (408, 409, 429)}
+    if status == 401:
+        message, how["kind"] = (
+            f"{where} refused the credentials: the token is wrong or has expired",
+            "unauthorized",
+        )
+        how["hint"] = "renew the kubeconfig's credentials"
+    elif status == 403:
+        how["kind"] = "forbidden"
+        if reason == "Forbidden" and "cannot" in message:
+            how["hint"] = "give the right to the user or service account: rlsandbox template rbac"
+        message = f"{where} forbids it: {message or 'no reason given'}"
+    elif status in (400, 422):
+        how["kind"] = "invalid"
+        message = f"{where} found the request wrong: {message}"
+    else:
+        message = f"{where} answered {status}: {message or reason or 'no reason given'}"
+    error = ApiError(" ".join(message.split()), **how)
+    error.status, error.reason = status, reason
+    return error
+
+
+def _contexts(files: list[str]) -> tuple[list[str], str]:
+    try:
+        contexts, current = k8s_config.list_kube_config_contexts(os.pathsep.join(files))
+        return [context["name"] for context in contexts], current["name"]
+    except Exception:  # only for a hint
+        return [], ""
+
+
+def _seconds(text: str | None) -> float | None:
+    try:
+        return max(0.0, float(text)) if text else None
+    except ValueError:
+        return None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _quoted(value: str) -> str:
+    from urllib.parse import quote
+
+    return quote(str(value), safe="")

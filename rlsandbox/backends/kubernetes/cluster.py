@@ -1,0 +1,221 @@
+"""One namespace of one cluster, as a run uses it: what is there, what was made for each spec."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from ...errors import ConfigError, SandboxError, UnsupportedError
+from ...keeper.build import keeper_binary
+from ...spec import Spec
+from . import manifests, names
+from .api import JSON, Api, ApiError
+from .lease import RunLease
+from .manifests import Shape
+from .stanza import problems
+from .watch import Watch
+
+log = logging.getLogger("rlsandbox.kubernetes")
+
+
+class Paths:
+    """Of the collections in one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        core, ext = (
+            f"/api/v1/namespaces/{namespace}",
+            f"/apis/{names.EXTENSIONS}/{names.VERSION}/namespaces/{namespace}",
+        )
+        self.namespace = core
+        self.pods, self.config_maps, self.events = f"{core}/pods", f"{core}/configmaps", f"{core}/events"
+        self.claims, self.templates = f"{ext}/sandboxclaims", f"{ext}/sandboxtemplates"
+        self.warm_pools = f"{ext}/sandboxwarmpools"
+        self.sandboxes = f"/apis/{names.GROUP}/{names.VERSION}/namespaces/{namespace}/sandboxes"
+        self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
+
+
+class Cluster:
+    """Make one with :meth:`open`."""
+
+    def __init__(self, api: Api, shape: Shape, run: str) -> None:
+        self.api, self.shape, self.run = api, shape, run
+        self.paths = Paths(api.namespace)
+        self.crds = True
+        self.claims: Watch | None = None
+        self.pods: Watch | None = None
+        self.lease = RunLease(api, self.paths.leases, run)
+        self._made: dict[str, asyncio.Task[str]] = {}
+        self._keeper: asyncio.Task[str] | None = None
+
+    @classmethod
+    async def open(
+        cls,
+        api: Api,
+        run: str,
+        shape: Shape,
+        *,
+        mode: str,
+        named: bool,
+        on_claim: Callable[[str, JSON], object],
+        on_pod: Callable[[str, JSON], object],
+    ) -> Cluster:
+        """See what there is and begin to watch it.
+
+        Raises:
+            ConfigError: no such namespace. SandboxError: rights are missing, credentials have expired ...
+        """
+        self = cls(api, shape, run)
+        level = await self._look()
+        if mode == "auto":
+            mode = {"restricted": "replace", "baseline": "userns"}.get(level, "overlay")
+        self.shape = replace(shape, mode=mode)
+        self.crds = await self._has_crds(named)
+        selector = f"{names.RUN}={run}"
+        self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod)
+        if self.crds:
+            self.claims = Watch(api, self.paths.claims, selector=selector, changed=on_claim)
+        await self.lease.begin()
+        try:
+            await self.pods.start()
+            if self.claims is not None:
+                await self.claims.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def close(self) -> None:
+        for made in (*self._made.values(), *([self._keeper] if self._keeper else [])):
+            made.cancel()
+        for watch in (self.claims, self.pods):
+            if watch is not None:
+                await watch.close()
+        await self.lease.end()
+
+    async def _look(self) -> str:
+        """Whether the namespace is there, and its Pod Security level (empty: unknown)."""
+        try:
+            found = await self.api.get(self.paths.namespace, timeout=15)
+        except ApiError as error:
+            if error.status == 404:
+                raise ConfigError(
+                    f"{self.api.where} has no namespace {self.api.namespace!r}",
+                    hint="Kubernetes(namespace=...)",
+                ) from error
+            if error.status != 403:
+                raise
+            return ""  # this right is only a convenience
+        return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
+
+    async def _has_crds(self, named: bool) -> bool:
+        try:
+            await self.api.get(f"/apis/{names.EXTENSIONS}/{names.VERSION}")
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+        else:
+            return True
+        try:
+            group = await self.api.get(f"/apis/{names.EXTENSIONS}")
+            there = ", ".join(row["version"] for row in group.get("versions") or ())
+        except ApiError:
+            there = ""
+        said = f"{self.api.where} has " + (
+            f"agent-sandbox of another version ({there}; wanted: {names.VERSION})"
+            if there
+            else "no agent-sandbox CRDs"
+        )
+        if named:
+            raise UnsupportedError(
+                f"{said}: there are no templates and warm pools", phase="config",
+                hint="install agent-sandbox v1.0 with its extensions",
+            )  # fmt: skip
+        log.warning("%s: sandboxes are plain pods", said)
+        return False
+
+    # -- what sandboxes are made from ----------------------------------------------------------------
+
+    async def keeper(self) -> str:
+        """The name of the keeper's ConfigMap, which is there."""
+        if self._keeper is None or (self._keeper.done() and self._keeper.exception() is not None):
+            self._keeper = asyncio.get_running_loop().create_task(self._make_keeper())
+        return await asyncio.shield(self._keeper)
+
+    async def _make_keeper(self) -> str:
+        arch = self.shape.arch
+        binary = await asyncio.to_thread(keeper_binary, arch, variant="small")
+        body = await asyncio.to_thread(manifests.keeper_config_map, binary, arch)
+        name: str = body["metadata"]["name"]
+        try:
+            await self.api.get(f"{self.paths.config_maps}/{name}")
+        except ApiError as error:
+            if error.status not in (403, 404):
+                raise
+            await self.api.create(self.paths.config_maps, body)
+        return name
+
+    async def pool_for(self, spec: Spec) -> str:
+        """The warm pool from which sandboxes of *spec* are claimed; made once, shared by equal specs."""
+        made = self._made.get(spec.digest)
+        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+            made = self._made[spec.digest] = asyncio.get_running_loop().create_task(self._make_pool(spec))
+        return await asyncio.shield(made)
+
+    async def pod_for(self, spec: Spec) -> JSON:
+        return manifests.pod_spec(spec, self.shape, await self.keeper())
+
+    async def _make_pool(self, spec: Spec) -> str:
+        pod = await self.pod_for(spec)
+        name = f"rlsandbox-{names.digest(pod)}"
+        template = manifests.template(name, pod)
+        await self.api.apply(f"{self.paths.templates}/{name}", template)
+        await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, name, 0))
+        return name
+
+    async def named_pool(self, warm_pool: str | None, template: str | None) -> str:
+        """A warm pool that somebody else made, or one of ours over somebody's template; looked at first."""
+        if warm_pool is not None:
+            pool = await self._named(self.paths.warm_pools, "SandboxWarmPool", warm_pool)
+            template = pool["spec"]["sandboxTemplateRef"]["name"]
+        assert template is not None
+        found = await self._named(self.paths.templates, "SandboxTemplate", template)
+        wrong = problems(found["spec"]["podTemplate"]["spec"])
+        if wrong:
+            raise ConfigError(
+                f"SandboxTemplate {template!r} does not carry the keeper: {wrong[0]}"
+                + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
+                hint=f"rlsandbox template check {template}",
+            )
+        if warm_pool is not None:
+            return warm_pool
+        name = names.dns_label(f"rlsandbox-{template}")
+        await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, template, 0))
+        return name
+
+    async def _named(self, path: str, kind: str, name: str) -> JSON:
+        try:
+            return await self.api.get(f"{path}/{name}")
+        except ApiError as error:
+            if error.status == 404:
+                raise ConfigError(f"namespace {self.api.namespace!r} has no {kind} {name!r}") from error
+            raise
+
+    async def events_of(self, name: str) -> list[str]:
+        """What the cluster said of an object, newest last; empty where that may not be read."""
+        try:
+            found = await self.api.get(
+                self.paths.events, {"fieldSelector": f"involvedObject.name={name}"}, timeout=5
+            )
+        except SandboxError:
+            return []
+        rows: list[dict[str, Any]] = [row for row in found.get("items") or () if row.get("type") == "Warning"]
+        rows.sort(key=lambda row: row.get("lastTimestamp") or row.get("eventTime") or "")
+        return [f"{row.get('reason')}: {' '.join((row.get('message') or '').split())}" for row in rows]
+
+
+def default_run() -> str:
+    return f"{os.getpid() % 46656:x}{os.urandom(4).hex()}"

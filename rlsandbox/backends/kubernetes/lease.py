@@ -1,0 +1,178 @@
+"""A run's Lease, by which others see that it lives; and the removal of what dead runs left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import datetime
+import logging
+import os
+import random
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+
+from ...errors import SandboxError
+from . import names
+from .api import JSON, Api, ApiError
+
+log = logging.getLogger("rlsandbox.kubernetes")
+
+DURATION_S = 120
+RENEW_S = 30.0
+YOUNG_S = 120.0
+"""What is younger may belong to a run that is just beginning."""
+
+
+class RunLease:
+    """Renewed while the run lives, removed at its end. That it cannot be renewed for a while ends nothing."""
+
+    def __init__(self, api: Api, path: str, run: str) -> None:
+        self.name = f"rlsandbox-{run}"
+        self._api, self._path, self._run = api, path, run
+        self._task: asyncio.Task[None] | None = None
+
+    async def begin(self) -> None:
+        body = {
+            "apiVersion": "coordination.k8s.io/v1",
+            "kind": "Lease",
+            "metadata": {
+                "name": self.name,
+                "labels": {names.MANAGED: "true", names.RUN: self._run, names.OWNER: names.owner()},
+            },
+            "spec": {
+                "holderIdentity": f"{names.owner()}.{os.getpid()}",
+                "leaseDurationSeconds": DURATION_S,
+                "acquireTime": _now(),
+                "renewTime": _now(),
+            },
+        }
+        await self._api.create(self._path, body)
+        self._task = asyncio.get_running_loop().create_task(
+            self._renew(), name="rlsandbox: renew the run's lease"
+        )
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S * random.uniform(0.8, 1.0))
+            try:
+                await self._api.merge(
+                    f"{self._path}/{self.name}", {"spec": {"renewTime": _now()}}, limit=RENEW_S
+                )
+            except SandboxError as error:
+                log.warning("the run's lease could not be renewed: %s", error)
+
+    async def end(self) -> None:
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._task = None
+        with contextlib.suppress(SandboxError):  # it runs out by itself
+            await self._api.delete(f"{self._path}/{self.name}", limit=5)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """Something of a run that does not live any more."""
+
+    kind: str
+    name: str
+    run: str
+    owner: str
+    age_s: float
+    path: str
+
+
+async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
+    """What dead runs left in the namespace. Only what carries our labels is looked at.
+
+    A run is dead when its Lease has run out by the API server's own clock, or is not there although the
+    object is older than two minutes.
+    """
+    from .cluster import Paths
+
+    paths = Paths(api.namespace)
+    now = await server_time(api)
+    leases = await _all(api, paths.leases)
+    alive = {_label(row, names.RUN) for row in leases if not _run_out(row, now)}
+    found = [
+        _leftover("Lease", row, paths.leases, now) for row in leases if _label(row, names.RUN) not in alive
+    ]
+    for kind, path in (("SandboxClaim", paths.claims), ("Pod", paths.pods)):
+        try:
+            rows = await _all(api, path)
+        except ApiError as error:
+            if kind == "SandboxClaim" and error.status == 404:
+                continue  # no CRDs
+            raise
+        for row in rows:
+            run = _label(row, names.RUN)
+            if not run or run in alive or row["metadata"].get("deletionTimestamp"):
+                continue
+            one = _leftover(kind, row, path, now)
+            if one.age_s >= YOUNG_S or any(_label(lease, names.RUN) == run for lease in leases):
+                found.append(one)
+    return [one for one in found if one.age_s >= older_s]
+
+
+async def reap(api: Api, found: list[Leftover]) -> tuple[list[Leftover], list[Leftover]]:
+    """Remove them, the Leases last; those that are gone, and those that could not be removed."""
+    gone: list[Leftover] = []
+    kept: list[Leftover] = []
+    for one in sorted(found, key=lambda one: one.kind == "Lease"):
+        if one.kind == "Lease" and any(other.run == one.run for other in kept):
+            kept.append(one)
+            continue
+        try:
+            await api.delete(f"{one.path}/{one.name}")
+            gone.append(one)
+        except SandboxError as error:
+            log.warning("%s %s could not be removed: %s", one.kind, one.name, error)
+            kept.append(one)
+    return gone, kept
+
+
+async def server_time(api: Api) -> datetime.datetime:
+    """The API server's clock: leases are not judged by this machine's."""
+    response = await api.stream("/version", {}, silent_s=10)
+    try:
+        date = response.headers.get("Date")
+    finally:
+        response.close()
+    return parsedate_to_datetime(date) if date else datetime.datetime.now(datetime.UTC)
+
+
+async def _all(api: Api, path: str) -> list[JSON]:
+    query = {"labelSelector": f"{names.MANAGED}=true", "limit": "500"}
+    rows: list[JSON] = []
+    while True:
+        page = await api.get(path, query)
+        rows += page.get("items") or ()
+        more = page.get("metadata", {}).get("continue")
+        if not more:
+            return rows
+        query = {**query, "continue": more}
+
+
+def _label(row: JSON, name: str) -> str:
+    return str((row["metadata"].get("labels") or {}).get(name, ""))
+
+
+def _time(text: str) -> datetime.datetime:
+    return datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _run_out(lease: JSON, now: datetime.datetime) -> bool:
+    spec = lease.get("spec") or {}
+    renewed = _time(spec.get("renewTime") or lease["metadata"]["creationTimestamp"])
+    return (now - renewed).total_seconds() > float(spec.get("leaseDurationSeconds") or DURATION_S)
+
+
+def _leftover(kind: str, row: JSON, path: str, now: datetime.datetime) -> Leftover:
+    meta = row["metadata"]
+    age = (now - _time(meta["creationTimestamp"])).total_seconds()
+    return Leftover(kind, meta["name"], _label(row, names.RUN), _label(row, names.OWNER), age, path)

@@ -1,0 +1,65 @@
+"""Names, labels and numbers that others rely on."""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import re
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+GROUP, EXTENSIONS, VERSION = "agents.x-k8s.io", "extensions.agents.x-k8s.io", "v1beta1"
+API_VERSION = f"{EXTENSIONS}/{VERSION}"
+
+MANAGED = "rlsandbox/managed"
+RUN, OWNER, MEMBER = "rlsandbox/run", "rlsandbox/owner", "rlsandbox/member"
+POD_RUN = "sandbox.users.io/rlsandbox-run"
+"""On pods: the domain is the one that agent-sandbox lets claims label pods with."""
+LABELS = "rlsandbox/labels"
+"""An annotation: the labels that the pool gave, as JSON; its keys need not be Kubernetes'."""
+
+KEEPER_DIR, RUN_DIR = "/.rlsandbox", "/.rlsandbox-run"
+KEEPER_VOLUME, RUN_VOLUME = "rlsandbox-keeper", "rlsandbox-run"
+COMMAND = [f"{KEEPER_DIR}/keeper", "init"]
+CONNECT = [f"{KEEPER_DIR}/keeper", "connect"]
+CONTAINER = "sandbox"
+
+_BAD = re.compile(r"[^a-z0-9-]+")
+_BAD_VALUE = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+def digest(data: Any, length: int = 12) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:length]
+
+
+def dns_label(text: str, *, limit: int = 63) -> str:
+    """*text* as a DNS label; one that had to be changed ends with its hash, so that two stay two."""
+    clean = _BAD.sub("-", text.lower()).strip("-") or "x"
+    if clean == text and len(clean) <= limit:
+        return clean
+    return f"{clean[: limit - 9].rstrip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+def label_value(text: str) -> str:
+    return _BAD_VALUE.sub("-", text)[:63].strip("-_.")
+
+
+def owner() -> str:
+    """Who runs this: ``user.host``, as a label's value."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # no entry for this uid
+        user = "unknown"
+    return label_value(f"{user}.{socket.gethostname()}")
+
+
+def labels_of(item: Mapping[str, Any]) -> dict[str, str]:
+    """The pool's labels of an object of ours."""
+    text = (item["metadata"].get("annotations") or {}).get(LABELS)
+    try:
+        found = json.loads(text) if text else {}
+    except ValueError:
+        return {}
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}

@@ -1,0 +1,575 @@
+"""The Kubernetes backend against an API server that lies: late, twice, half, never."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsandbox import errors
+from rlsandbox.spec import Spec
+
+pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
+from rlsandbox.backends.kubernetes import Kubernetes
+from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
+from rlsandbox.backends.kubernetes.lease import leftovers, reap
+from rlsandbox.backends.kubernetes.watch import Watch
+from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
+
+SPEC = Spec(image="img")
+CLAIMS = f"{Pods.EXT}/sandboxclaims"
+PODS = f"{Pods.CORE}/pods"
+RUNNING: JSON = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+
+
+@pytest.fixture(autouse=True)
+def _keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the ConfigMap carries does not matter here."""
+    (tmp_path / "keeper").write_bytes(b"a keeper")
+    monkeypatch.setattr(
+        "rlsandbox.backends.kubernetes.cluster.keeper_binary", lambda arch, variant="": tmp_path / "keeper"
+    )
+
+
+class World:
+    def __init__(self, api: FakeApi, pods: Pods, file: Path) -> None:
+        self.api, self.pods, self.file = api, pods, file
+
+    def backend(self, **how: Any) -> Kubernetes:
+        how.setdefault("write_rate", 1000)
+        return Kubernetes(kubeconfig=str(self.file), **{"mode": "userns", **how})
+
+    async def client(self) -> Api:
+        return await Api.connect(kubeconfig=str(self.file), write_rate=1000)
+
+
+@asynccontextmanager
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with api_server() as api, Pods(api) as pods:
+        file = tmp_path / "config"
+        file.write_text(kubeconfig(api.url))
+        yield World(api, pods, file)
+
+
+def run(tmp_path: Path, body: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(60), world(tmp_path) as w:
+            await body(w)
+
+    asyncio.run(main())
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.01)
+
+
+async def make(backend: Kubernetes, member: str = "m1", deadline: float = 20, **how: Any) -> Any:
+    return await backend.provision(
+        how.pop("spec", SPEC), member=member, labels={"run": "r"}, deadline=deadline
+    )
+
+
+# -- the way it should go ---------------------------------------------------------------------------
+
+
+def test_two_writes_a_sandbox(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        first = await make(backend)
+        assert first.node == "node-1" and first.facts["memory_bytes"] == str(2 << 30)
+        before = dict(backend.requests)
+        await make(backend, "m2")
+        await backend.dispose(first)
+        after = backend.requests
+        writes = [after.get(verb, 0) - before.get(verb, 0) for verb in ("POST", "PATCH", "DELETE")]
+        assert writes == [1, 0, 1] and after["GET"] == before["GET"]
+        assert [m.id for m in await backend.list({"run": "r"})] == ["m2"]
+        assert await backend.list({"run": "other"}) == []
+        await backend.dispose(first)  # twice is fine
+        await backend.dispose((await backend.list({}))[0])
+        await backend.close()
+        assert not w.api.objects[CLAIMS] and not w.api.objects[PODS]
+        assert not w.api.objects["/apis/coordination.k8s.io/v1/namespaces/rls/leases"]
+
+    run(tmp_path, body)
+
+
+def test_equal_specs_share_what_is_made_for_them(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        a, b = w.backend(), w.backend()
+        await asyncio.gather(*(make(backend, f"m{i}") for backend in (a, b) for i in range(4)))
+        assert len(w.api.objects[f"{Pods.EXT}/sandboxtemplates"]) == 1
+        assert len(w.api.objects[f"{Pods.CORE}/configmaps"]) == 1
+        pool = next(iter(w.api.objects[f"{Pods.EXT}/sandboxwarmpools"].values()))
+        assert pool["spec"]["replicas"] == 0
+        await make(a, "other", spec=Spec(image="img", memory="1GiB"))
+        assert len(w.api.objects[f"{Pods.EXT}/sandboxtemplates"]) == 2
+        await a.close()
+        await b.close()
+
+    run(tmp_path, body)
+
+
+def test_pods_hold_what_a_sandbox_needs_and_nothing_else(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend(mode="overlay")
+        await make(backend, spec=Spec(image="img", memory="1GiB", cpu=0.5, pids=77))
+        pod = next(iter(w.api.objects[PODS].values()))["spec"]
+        box = pod["containers"][0]
+        assert pod["hostUsers"] is False and box["securityContext"]["capabilities"] == {"add": ["SYS_ADMIN"]}
+        assert pod["automountServiceAccountToken"] is False and pod["enableServiceLinks"] is False
+        assert box["resources"]["limits"] == {"memory": str((1 << 30) + (64 << 20)), "cpu": "500m"}
+        assert box["args"][box["args"].index("--pids") + 1] == "77"
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+# -- answers that lie -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"status": 504, "done": True},  # done, and said to have failed
+        {"status": 500},
+        {"status": 503, "times": 3},
+        {"late_s": 0.3},
+    ],
+)
+def test_a_claim_is_made_once_whatever_the_answer(tmp_path: Path, rule: dict[str, Any]) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.api.rule("POST", "sandboxclaims", **rule)
+        await make(backend)
+        assert len(w.api.objects[CLAIMS]) == len(w.api.objects[PODS]) == 1
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_429_is_the_pools_affair_and_others_wait(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.api.rule("PATCH", "sandboxtemplates", status=429, headers={"Retry-After": "0.2"})
+        w.api.rule("POST", "sandboxclaims", status=429, headers={"Retry-After": "7"})
+        with pytest.raises(errors.ThrottledError) as caught:
+            await make(backend)
+        assert caught.value.retry_after == 7 and backend.requests["throttled"] == 2
+        assert not w.api.objects.get(CLAIMS)
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_removal_whose_answer_is_lost_is_done(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        member = await make(backend)
+        w.api.rule("DELETE", "sandboxclaims", status=504, done=True)
+        await backend.dispose(member)
+        assert not w.api.objects[CLAIMS]
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_removal_takes_as_long_as_the_pod(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        member = await make(backend)
+        w.api.on_change.remove(w.pods._changed)  # nobody removes the pod
+        removal = asyncio.ensure_future(backend.dispose(member))
+        await until(lambda: not w.api.objects[CLAIMS])
+        await asyncio.sleep(0.1)
+        assert not removal.done()
+        w.api.drop(PODS, next(iter(w.api.objects[PODS])))
+        await removal
+        w.api.on_change.append(w.pods._changed)
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+# -- watches ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lie", ["twice", "cut", "half", "history"])
+def test_no_readiness_is_lost(tmp_path: Path, lie: str) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        await backend.capabilities()
+        if lie == "twice":
+            w.api.twice = True
+        elif lie == "half":  # in the middle of an event
+            w.api.rule("GET", "watch=1", times=6, cut_after=300)
+            w.api.cut_watches()
+        for i in range(5):
+            if lie in ("cut", "history"):
+                w.api.cut_watches()
+            if lie == "history":
+                w.api.forget_history()
+            await make(backend, f"m{i}")
+        assert backend._cluster is not None and backend._cluster.claims is not None
+        seen = backend._cluster.claims.store
+        await until(lambda: len(seen) == 5)  # a list may lag behind
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_what_happened_while_nobody_watched_is_found_by_listing(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        api, seen = await w.client(), []
+        for name in ("a", "b", "c"):
+            w.api.put(PODS, {"metadata": {"name": name, "labels": {"x": "1"}}, "spec": {}, "status": {}})
+        watch = Watch(
+            api,
+            PODS,
+            selector="x=1",
+            changed=lambda kind, item: seen.append((kind, item["metadata"]["name"])),
+        )
+        await watch.start()
+        await until(lambda: w.api.count("GET", "watch=1") == 1)
+        lost = w.api.rule("GET", "watch=1", status=410)
+        w.api.drop(PODS, "b")
+        w.api.put(PODS, {"metadata": {"name": "d", "labels": {"x": "1"}}, "spec": {}, "status": {}})
+        w.api.forget_history()
+        w.api.cut_watches()
+        await until(lambda: set(watch.store) == {"a", "c", "d"})
+        assert ("gone", "b") in seen and seen.count(("set", "a")) == 1 and lost.times == 0
+        await watch.close()
+        await api.close()
+
+    run(tmp_path, body)
+
+
+def test_an_older_event_changes_nothing() -> None:
+    told: list[Any] = []
+    watch = Watch(None, "", selector="", changed=lambda *change: told.append(change))  # type: ignore[arg-type]
+
+    def item(version: str, uid: str = "u", **more: Any) -> JSON:
+        return {"metadata": {"name": "n", "resourceVersion": version, "uid": uid}, **more}
+
+    watch._set(item("10"))
+    watch._set(item("9", status="old"))
+    watch._gone(item("11", uid="another"))
+    assert watch.store["n"]["metadata"]["resourceVersion"] == "10" and len(told) == 1
+
+
+# -- what goes wrong in the cluster -----------------------------------------------------------------
+
+
+def waiting(reason: str, message: str) -> JSON:
+    return {
+        "phase": "Pending",
+        "containerStatuses": [
+            {"name": "sandbox", "image": "img", "state": {"waiting": {"reason": reason, "message": message}}}
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind", "retryable"),
+    [
+        (waiting("ErrImagePull", "manifest unknown: not found"), errors.ImageError, "image_not_found", False),
+        (waiting("ErrImagePull", "failed: 401 Unauthorized"), errors.ImageError, "image_not_found", False),
+        (waiting("InvalidImageName", "couldn't parse"), errors.ImageError, "image_not_found", False),
+        (waiting("CreateContainerConfigError", 'configmap "x" not found'), errors.ProvisionError, "container_start", False),
+        ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, errors.ProvisionError, "evicted", True),
+        (
+            {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "cannot hold SYS_ADMIN over the node: x"}}}]},
+            errors.ProvisionError, "container_ended", False,
+        ),
+    ],
+)  # fmt: skip
+def test_pods_that_will_not_become_ready(
+    tmp_path: Path, status: JSON, error: type[errors.SandboxError], kind: str, retryable: bool
+) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.pods.status = lambda pod: status
+        with pytest.raises(error) as caught:
+            await make(backend, deadline=30)
+        assert (caught.value.kind, caught.value.retryable, caught.value.phase) == (
+            kind,
+            retryable,
+            "provision",
+        )
+        await until(lambda: not w.api.objects[CLAIMS])  # nothing is left of it
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_pull_that_may_get_better_gets_its_time(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.pods.status = lambda pod: waiting("ErrImagePull", "429 Too Many Requests")
+        making = asyncio.ensure_future(make(backend))
+        await until(lambda: any("status" in pod for pod in w.api.objects.get(PODS, {}).values()))
+        await asyncio.sleep(0.1)
+        pod = next(iter(w.api.objects[PODS].values()))
+        w.api.put(PODS, {**pod, "status": RUNNING})
+        await making
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("ready", "error", "kind"),
+    [
+        (("InvalidMetadata", "label domain not allowed"), errors.ConfigError, "claim_refused"),
+        (
+            ("ReconcilerError", 'pods "x" is forbidden: violates PodSecurity "baseline:latest": hostUsers'),
+            errors.ProvisionError,
+            "pod_security",
+        ),
+        (("ReconcilerError", 'RuntimeClass "nope" not found'), errors.ProvisionError, "no_runtime_class"),
+        (("ReconcilerError", "forbidden: exceeded quota: pods"), errors.ProvisionError, "quota"),
+        (("ClaimExpired", "x"), errors.ProvisionError, "claim_expired"),
+    ],
+)
+def test_claims_that_will_not_become_ready(
+    tmp_path: Path, ready: tuple[str, str], error: type[errors.SandboxError], kind: str
+) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+
+        async def refused(claim: JSON) -> None:
+            condition = {"type": "Ready", "status": "False", "reason": ready[0], "message": ready[1]}
+            w.api.put(CLAIMS, {**claim, "status": {"conditions": [condition]}})
+
+        w.pods._claimed = refused  # type: ignore[method-assign]
+        with pytest.raises(error) as caught:
+            await make(backend)
+        assert caught.value.kind == kind
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_not_ready_in_time_says_what_is_known(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.pods.status = lambda pod: {"phase": "Pending"}
+        event = {
+            "type": "Warning",
+            "reason": "FailedMount",
+            "message": "no such volume",
+            "lastTimestamp": "x",
+        }
+        w.api.put(f"{Pods.CORE}/events", {"metadata": {"name": "e"}, **event})
+        with pytest.raises(errors.ProvisionError, match="FailedMount: no such volume"):
+            await make(backend, deadline=0.5)
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_cancelled_creation_leaves_nothing(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        backend = w.backend()
+        w.pods.status = lambda pod: {"phase": "Pending"}
+        making = asyncio.ensure_future(make(backend))
+        await until(lambda: bool(w.api.objects.get(CLAIMS)))
+        making.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await making
+        await backend.close()
+        assert not w.api.objects[CLAIMS]
+
+    run(tmp_path, body)
+
+
+# -- before work starts -----------------------------------------------------------------------------
+
+
+def test_no_crds_means_plain_pods_and_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(w: World) -> None:
+        w.api.groups = {"extensions.agents.x-k8s.io": "v1alpha1"}
+        backend = w.backend()
+        member = await make(backend)
+        assert "another version (v1alpha1; wanted: v1beta1): sandboxes are plain pods" in " ".join(
+            caplog.text.split()
+        )
+        assert [m.id for m in await backend.list({"run": "r"})] == ["m1"]
+        await backend.dispose(member)
+        await backend.close()
+        assert not w.api.objects[PODS] and not w.api.objects.get(CLAIMS)
+        named = w.backend(warm_pool="theirs")
+        with pytest.raises(errors.UnsupportedError, match="there are no templates and warm pools"):
+            await named.capabilities()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "match"),
+    [
+        ({"kubeconfig": "/no/such"}, errors.ConfigError, "no cluster to talk to"),
+        ({"context": "wrong"}, errors.ConfigError, "wrong"),
+        ({"namespace": "elsewhere"}, errors.ConfigError, "no namespace 'elsewhere'"),
+        ({"warm_pool": "theirs"}, errors.ConfigError, "no SandboxWarmPool 'theirs'"),
+    ],
+)
+def test_one_clear_line_before_work_starts(
+    tmp_path: Path, how: dict[str, Any], error: type[errors.SandboxError], match: str
+) -> None:
+    async def body(w: World) -> None:
+        backend = Kubernetes(**{"kubeconfig": str(w.file), **how})
+        with pytest.raises(error, match=match) as caught:
+            await backend.capabilities()
+        assert "\n" not in str(caught.value)
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"namespace": "Not A Name"},
+        {"mode": "best"},
+        {"arch": "pdp11"},
+        {"write_rate": 0},
+        {"template": "a", "warm_pool": "b"},
+    ],
+)
+def test_wrong_arguments_are_refused(how: dict[str, Any]) -> None:
+    with pytest.raises(errors.ConfigError):
+        Kubernetes(**how)
+
+
+def test_credentials_that_expire_are_read_anew(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        w.api.token = "t"
+        backend = w.backend()
+        await make(backend)
+        w.api.token = "new"
+        w.file.write_text(kubeconfig(w.api.url, token="new"))
+        # The file is as the client read it: what it names (a token file, an exec plugin) is asked again.
+        with pytest.raises(ApiError, match="wrong or has expired") as caught:
+            await make(backend, "m2")
+        assert caught.value.kind == "unauthorized" and not caught.value.retryable
+        w.api.token = None
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_token_file_is_followed(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        token = tmp_path / "token"
+        token.write_text("one")
+        text = kubeconfig(w.api.url).replace('"token": "t"', f'"tokenFile": "{token}"')
+        w.file.write_text(text)
+        w.api.token = "one"
+        backend = w.backend()
+        await make(backend)
+        token.write_text("two")
+        w.api.token = "two"
+        await make(backend, "m2")
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_named_pool_must_carry_the_keeper(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        pod: JSON = {"containers": [{"name": "c", "image": "i", "command": ["sleep"]}]}
+        w.api.put(
+            f"{Pods.EXT}/sandboxtemplates",
+            {"metadata": {"name": "t"}, "spec": {"podTemplate": {"spec": pod}}},
+        )
+        w.api.put(
+            f"{Pods.EXT}/sandboxwarmpools",
+            {"metadata": {"name": "p"}, "spec": {"sandboxTemplateRef": {"name": "t"}}},
+        )
+        with pytest.raises(errors.ConfigError, match="does not carry the keeper") as caught:
+            await w.backend(warm_pool="p").capabilities()
+        assert caught.value.hint == "rlsandbox template check t"
+        ours = w.backend()
+        await make(ours)
+        good = next(
+            t for t in w.api.objects[f"{Pods.EXT}/sandboxtemplates"].values() if t["metadata"]["name"] != "t"
+        )
+        w.api.put(f"{Pods.EXT}/sandboxtemplates", {"metadata": {"name": "t"}, "spec": good["spec"]})
+        named = w.backend(warm_pool="p")
+        before = len(w.api.objects[f"{Pods.EXT}/sandboxwarmpools"])
+        await make(named, "m9", spec=Spec())
+        assert len(w.api.objects[f"{Pods.EXT}/sandboxwarmpools"]) == before
+        with pytest.raises(errors.ConfigError, match="are its own"):
+            await make(named, "m10", spec=SPEC)
+        await named.close()
+        await ours.close()
+
+    run(tmp_path, body)
+
+
+# -- what dead runs leave ---------------------------------------------------------------------------
+
+
+def test_reap_takes_what_is_dead_and_spares_the_rest(tmp_path: Path) -> None:
+    async def body(w: World) -> None:
+        live, dead = w.backend(), w.backend()
+        await make(live, "alive")
+        await make(dead, "left")
+        w.api.put(
+            CLAIMS,
+            {
+                "metadata": {"name": "somebodys", "labels": {"app": "x"}},
+                "spec": {"warmPoolRef": {"name": "x"}},
+            },
+        )
+        assert dead._cluster is not None
+        leases = "/apis/coordination.k8s.io/v1/namespaces/rls/leases"
+        lease = dict(w.api.objects[leases][dead._cluster.lease.name])
+        lease["spec"] = {**lease["spec"], "renewTime": "2020-01-01T00:00:00.000000Z"}
+        w.api.put(leases, lease)
+        api = await w.client()
+        found = await leftovers(api)
+        assert {(one.kind, one.run) for one in found} == {("Lease", dead._run), ("SandboxClaim", dead._run)}
+        gone, kept = await reap(api, found)
+        assert (
+            len(gone) == 2
+            and not kept
+            and set(w.api.objects[CLAIMS]) == {"somebodys", f"rls-{live._run}-alive"}
+        )
+        assert await leftovers(api) == []
+        await api.close()
+        await live.close()
+        await dead.close()
+
+    run(tmp_path, body)
+
+
+def test_the_bucket_never_lets_more_through() -> None:
+    async def main() -> None:
+        loop, times = asyncio.get_running_loop(), []
+        bucket = Bucket(100)
+        start = loop.time()
+        for _ in range(31):
+            await bucket.take()
+            times.append(loop.time() - start)
+        assert times[-1] >= 0.19  # 31 writes at 100/s, ten of them saved up at most
+
+    asyncio.run(main())
+
+
+def test_nothing_of_the_cluster_is_asked_before_it_is_needed() -> None:
+    backend = Kubernetes(kubeconfig=f"/nowhere/{os.getpid()}")
+
+    async def main() -> None:
+        assert await backend.list({}) == [] and backend.requests == {}
+        await backend.close()
+
+    asyncio.run(main())
