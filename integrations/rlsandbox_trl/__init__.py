@@ -12,18 +12,30 @@ if TYPE_CHECKING:
     from .callback import SandboxCallback
     from .environment import SandboxEnvironment
     from .lookahead import look_ahead
+    from .missing import leave_out_missing
     from .parallel import parallel_tools
+    from .rewards import sandbox_reward
     from .training import SandboxTraining
 
 _LAZY = {
     "SandboxCallback": "callback",
     "SandboxEnvironment": "environment",
     "SandboxTraining": "training",
+    "leave_out_missing": "missing",
     "look_ahead": "lookahead",
     "parallel_tools": "parallel",
+    "sandbox_reward": "rewards",
 }
 
-__all__ = ["SandboxCallback", "SandboxEnvironment", "SandboxTraining", "look_ahead", "parallel_tools"]
+__all__ = [
+    "SandboxCallback",
+    "SandboxEnvironment",
+    "SandboxTraining",
+    "leave_out_missing",
+    "look_ahead",
+    "parallel_tools",
+    "sandbox_reward",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback
@@ -10,15 +12,15 @@ from transformers import TrainerCallback
 import rlsandbox as rls
 from rlsandbox.metrics import Snapshot
 
-from . import versions
-from ._hooks import Hooks
+from . import ranks, versions
+from ._hooks import Hooks, Part, attach
 from .tally import Tally, counter_of
 
 log = logging.getLogger("rlsandbox.trl")
 COUNTERS = ("claims", "resets", "recycled", "quarantined", "never_started")
 
 
-class SandboxCallback(TrainerCallback):
+class SandboxCallback(TrainerCallback, Part):
     """Logs what the pool did since the last log, under ``sandbox/``; evaluation has numbers of its own.
 
     A log covers everything since the one before, so numbers are right with any number of accumulation steps,
@@ -27,24 +29,49 @@ class SandboxCallback(TrainerCallback):
 
     Args:
         trainer: a GRPOTrainer.
-        pool: what its environments, tools or rewards use.
-        close: close the pool when training ends, by an exception too. (Signals and the interpreter's exit
-            close every pool anyway.)
+        pool: what its environments, tools or rewards use; a function is asked at each beginning of training.
+        close: close the pool when training ends, by an exception too; with several trainers, when the last
+            of them has trained. (Signals and the interpreter's exit close every pool anyway.)
     """
 
-    def __init__(self, trainer: Any, pool: rls.Pool, *, close: bool = True) -> None:
+    def __init__(self, trainer: Any, pool: rls.Pool | Callable[[], rls.Pool], *, close: bool = True) -> None:
         versions.require()
-        self._trainer, self._pool, self._close = trainer, pool, close
+        self._trainer, self._find, self._close = trainer, pool, close
+        self._pool: rls.Pool | None = None
+        self._found: dict[str, tuple[Snapshot, Tally]] = {}
+        self._mode = "train"
+        self._watch()
+        attach(trainer, self)
+
+    # ------------------------------------------------------------------ its time
+
+    def install(self, hooks: Hooks) -> None:
+        hooks.wrap("_generate_and_score_completions", self._generating)
+        for name in ("_generate_single_turn", "compute_loss"):
+            hooks.wrap(name, self._working)
+
+    def begin(self) -> None:
+        self._watch()
+
+    def end(self) -> None:
+        pool, self._pool = self._pool, None
+        if pool is None:
+            return
+        users = _users.get(pool, set())
+        users.discard(id(self))
+        if self._close and not users:
+            pool.close()
+
+    def _watch(self) -> None:
+        """From now on."""
+        pool = self._find() if callable(self._find) else self._find
+        self._pool = pool
+        _users.setdefault(pool, set()).add(id(self))
         self._window = pool.metrics.window()
         self._counter = counter_of(pool)
+        self._counter.pop()
+        self._found.clear()
         self._mode = "train"
-        self._found: dict[str, tuple[Snapshot, Tally]] = {}
-        self._ended = False
-        self._hooks = Hooks(trainer)
-        self._hooks.wrap("_generate_and_score_completions", self._generating)
-        for name in ("_generate_single_turn", "compute_loss"):
-            self._hooks.wrap(name, self._working)
-        self._hooks.wrap("train", self._training)
 
     # ------------------------------------------------------------------ around the trainer's methods
 
@@ -58,14 +85,9 @@ class SandboxCallback(TrainerCallback):
             self._mode = "train"
 
     def _working(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        assert self._pool is not None
         with self._pool.metrics.idle.busy():
             return original(*args, **kwargs)
-
-    def _training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(*args, **kwargs)
-        finally:
-            self._end()
 
     # ------------------------------------------------------------------ events
 
@@ -80,9 +102,6 @@ class SandboxCallback(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._found.pop("eval", None)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._end()
 
     # ------------------------------------------------------------------ numbers
 
@@ -108,16 +127,11 @@ class SandboxCallback(TrainerCallback):
             return found
         from accelerate.utils import gather_object
 
-        parts = gather_object([found])
-        return Snapshot.merge(s for s, _ in parts), Tally.merge(t for _, t in parts)
+        return ranks.of_all(gather_object([(ranks.owns_pool(), *found)]))
 
-    def _end(self) -> None:
-        if self._ended:
-            return
-        self._ended = True
-        self._hooks.remove()
-        if self._close:
-            self._pool.close()
+
+_users: weakref.WeakKeyDictionary[rls.Pool, set[int]] = weakref.WeakKeyDictionary()
+"""Callbacks by the pool that they watch: the last one's training closes it."""
 
 
 def numbers(snapshot: Snapshot, tally: Tally) -> dict[str, float]:

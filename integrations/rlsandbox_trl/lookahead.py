@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import rlsandbox as rls
 
 from . import versions
-from ._hooks import Hooks
+from ._hooks import Hooks, Part, attach
 
 if TYPE_CHECKING:
     from .training import SandboxTraining
@@ -77,46 +77,45 @@ def look_ahead(trainer: Any, training: SandboxTraining) -> None:
     if missing:
         log.warning("the trainer has no %s: sandboxes are claimed one after the other", missing[0])
         return
-    hooks, state = Hooks(trainer), _State()
-    positions = {task: index for index, task in enumerate(training.tasks)}
+    attach(trainer, _LookAhead(trainer, training))
 
-    def sampler(original: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
+
+class _LookAhead(Part):
+    def __init__(self, trainer: Any, training: SandboxTraining) -> None:
+        self._trainer, self._training = trainer, training
+        self._peeking: Peeking | None = None
+        self._ids: list[str] = []
+        self._next: list[rls.Task] = []
+
+    def install(self, hooks: Hooks) -> None:
+        hooks.wrap("_get_train_sampler", self._sampler)
+        hooks.wrap("_generate_and_score_completions", self._batch)
+        hooks.wrap("_generate", self._generate)
+
+    def _sampler(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        found, trainer = original(*args, **kwargs), self._trainer
         # Only where the rows are ours, in our order.
         if getattr(trainer.train_dataset, "column_names", None) != ["prompt", "task_id"]:
             return found
-        state.peeking = Peeking(found, trainer.args.generation_batch_size)
-        state.ids = list(trainer.train_dataset["task_id"])
-        return state.peeking
+        self._peeking = Peeking(found, trainer.args.generation_batch_size)
+        self._ids = list(trainer.train_dataset["task_id"])
+        return self._peeking
 
-    def batch(original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        mode = "" if trainer.model.training else "eval-"
-        state.next = []
-        if not mode and state.peeking is not None and inputs:
+    def _batch(self, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        mode = "" if self._trainer.model.training else "eval-"
+        self._next = []
+        if not mode and self._peeking is not None and inputs:
             task_id = inputs[0].get("task_id")
-            index = state.ids.index(task_id) if task_id in positions else -1
-            state.next = [training.tasks[state.ids[i]] for i in state.peeking.after(index)]
+            index = self._ids.index(task_id) if task_id in self._training.tasks else -1
+            self._next = [self._training.tasks[self._ids[i]] for i in self._peeking.after(index)]
         try:
-            training._begin_batch(inputs, f"{mode}{trainer.state.global_step}")
+            self._training._begin_batch(inputs, f"{mode}{self._trainer.state.global_step}")
             return original(inputs, *args, **kwargs)
         finally:
-            training._end_batch()
+            self._training._end_batch()
 
-    def generate(original: Any, *args: Any, **kwargs: Any) -> Any:
+    def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         # After the resets: each claim takes off one of what is expected.
-        if state.next and trainer.accelerator.is_main_process:
-            training.pool.expect(state.next, replace=True)
+        if self._next and self._trainer.accelerator.is_main_process:
+            self._training.pool.expect(self._next, replace=True)
         return original(*args, **kwargs)
-
-    hooks.wrap("_get_train_sampler", sampler)
-    hooks.wrap("_generate_and_score_completions", batch)
-    hooks.wrap("_generate", generate)
-
-
-class _State:
-    peeking: Peeking | None = None
-    ids: list[str]
-    next: list[rls.Task]
-
-    def __init__(self) -> None:
-        self.ids, self.next = [], []

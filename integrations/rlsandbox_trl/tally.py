@@ -19,7 +19,8 @@ class Tally:
     """A reward was to be expected of."""
     rewarded: int = 0
     reward: float = 0.0
-    batches: tuple[float, ...] = ()
+    skipped: int = 0
+    """Groups without a scored rollout."""
     low: float = 0.0
     high: float = 1.0
 
@@ -32,7 +33,7 @@ class Tally:
             sum(p.expected for p in parts),
             sum(p.rewarded for p in parts),
             sum(p.reward for p in parts),
-            sum((p.batches for p in parts), ()),
+            sum(p.skipped for p in parts),
             min((p.low for p in parts), default=0.0),
             max((p.high for p in parts), default=1.0),
         )
@@ -42,6 +43,7 @@ class Tally:
         flat: dict[str, float] = {}
         if self.requested:
             flat[f"{prefix}coverage"] = self.completed / self.requested
+            flat[f"{prefix}groups_skipped"] = float(self.skipped)
         if self.expected:
             missing = self.expected - self.rewarded
             flat[f"{prefix}reward_bound_low"] = (self.reward + self.low * missing) / self.expected
@@ -58,7 +60,14 @@ class Counter:
 
     def ended(self, *, completed: bool, expected: bool, reward: float | None) -> None:
         value = 0.0 if reward is None else reward
-        one = Tally(1, int(completed), int(expected), int(reward is not None), value, (), value, value)
+        one = Tally(1, int(completed), int(expected), int(reward is not None), value, 0, value, value)
+        self._add(one)
+
+    def skipped(self, groups: int) -> None:
+        """Groups all of whose rollouts infrastructure broke."""
+        self._add(Tally(skipped=groups))
+
+    def _add(self, one: Tally) -> None:
         with self._lock:
             self._now = Tally.merge([self._now, one])
 

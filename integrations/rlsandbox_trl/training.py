@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import threading
+import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import rlsandbox as rls
@@ -14,8 +16,11 @@ from rlsandbox.metrics import BatchClock
 
 from . import versions
 from .environment import SandboxEnvironment
+from .ranks import local_processes, shared_pool
 from .tally import Counter, counter_of
 
+GRADING = 64
+"""Rollouts that are graded at once."""
 TOOLS = ("shell", "read_file", "write_file", "submit")
 
 
@@ -27,8 +32,11 @@ class SandboxTraining:
         pool: a pool of yours; it has room for all rollouts that a process generates at once.
         tools: those of the environment's own tools that the model gets; a subclass's tools it always gets.
         environment: a subclass of :class:`SandboxEnvironment`.
-        retries: further claims for a rollout whose claim infrastructure broke.
+        retries: further sandboxes for a rollout that infrastructure broke.
         claim_timeout: seconds a rollout may wait for its sandbox, retries included; then it is missing.
+        step_timeout: seconds from the beginning of a generation batch in which all of its rollouts have to
+            end. What broke is begun again while they last; what is not graded then is missing. None: what
+            breaks is begun again as often as *retries* says.
         command_timeout: seconds a command of the tool ``shell`` may take.
         output: characters that a tool answers at most.
         pool_kwargs: of a pool of its own: ``size=`` and whatever :class:`rlsandbox.Pool` takes.
@@ -43,6 +51,7 @@ class SandboxTraining:
         environment: type[SandboxEnvironment] = SandboxEnvironment,
         retries: int = 2,
         claim_timeout: float = 300.0,
+        step_timeout: float | None = None,
         command_timeout: float = 60.0,
         output: int = 8000,
         **pool_kwargs: Any,
@@ -59,10 +68,13 @@ class SandboxTraining:
             raise ConfigError("there are no tasks" if not found else "two tasks have the same id")
         self._base, self._tools = environment, tuple(tools)
         self._environment = _without(environment, [name for name in TOOLS if name not in tools])
+        if step_timeout is not None and not step_timeout > 0:
+            raise ConfigError(f"step_timeout must be a number of seconds above 0, not {step_timeout!r}")
         self._retries, self._claim_timeout = retries, claim_timeout
+        self._step_timeout, self._deadline = step_timeout, math.inf
         self._command_timeout, self._output = command_timeout, output
         self._pool, self._own, self._pool_kwargs = pool, pool is None, pool_kwargs
-        self._threads = ThreadPoolExecutor(max_workers=64, thread_name_prefix="rlsandbox-trl")
+        self._grading = threading.BoundedSemaphore(GRADING)
         self._environments: list[SandboxEnvironment] = []
         self._ahead: dict[str, deque[rls.Episode]] = {}
         self._batch: str | None = None
@@ -72,15 +84,16 @@ class SandboxTraining:
 
     def __reduce__(self) -> Any:
         """For trainers that make rollouts in another process of this machine: it shares this one's pool."""
-        options = {"retries": self._retries, "claim_timeout": self._claim_timeout}
-        options |= {"command_timeout": self._command_timeout, "output": self._output}
+        options: dict[str, Any] = {"retries": self._retries, "claim_timeout": self._claim_timeout}
+        options |= {"step_timeout": self._step_timeout, "command_timeout": self._command_timeout}
+        options["output"] = self._output
         return _connected, (list(self.tasks.values()), self._tools, self._base, self.pool.ref, options)
 
     @property
     def pool(self) -> rls.Pool:
         """The pool; one of its own is made when it is first needed, and anew when it was closed."""
         if self._pool is None or (self._own and self._pool.closed):
-            self._pool = rls.Pool(**self._pool_kwargs)
+            self._pool = shared_pool(lambda: rls.Pool(**self._pool_kwargs))
         return self._pool
 
     @property
@@ -101,22 +114,34 @@ class SandboxTraining:
         self._environments.append(environment)
         return environment
 
-    def attach(self, trainer: Any) -> None:
-        """Numbers in the trainer's log, tools side by side, claims ahead, a pool that is closed."""
+    def attach(self, trainer: Any, *, serial: Collection[str] = ()) -> None:
+        """Numbers in the trainer's log, tools side by side, claims ahead, what broke left out of the update.
+
+        A pool of its own is closed when training ends, by an exception too; one that was given is its
+        maker's to close.
+
+        Args:
+            serial: see :func:`parallel_tools`.
+        """
         from .callback import SandboxCallback
         from .lookahead import look_ahead
+        from .missing import leave_out_missing
         from .parallel import parallel_tools
 
         self._check_room(trainer)
-        parallel_tools(trainer)
+        parallel_tools(trainer, serial=serial)
         look_ahead(trainer, self)
-        trainer.add_callback(SandboxCallback(trainer, self.pool))  # last: its windows hold all of a batch
+        leave_out_missing(trainer, self._counter)
+        # Last: its windows hold all of a batch.
+        trainer.add_callback(SandboxCallback(trainer, lambda: self.pool, close=self._own))
 
     def _check_room(self, trainer: Any) -> None:
         args = trainer.args
         most = args.per_device_train_batch_size * args.steps_per_generation
         if trainer.eval_dataset is not None:
             most = max(most, args.per_device_eval_batch_size)
+        if self._own:
+            most *= local_processes()  # they share it
         if self._own and not self._pool_kwargs.get("size") and self._pool is None:
             self._pool_kwargs["size"] = most
         if self.pool.max_size < most:
@@ -154,9 +179,14 @@ class SandboxTraining:
     def _finish(self) -> None:
         """Grade the whole batch side by side: the trainer asks for one reward after the other."""
         for environment in self._environments:
-            plain = type(environment).get_reward is SandboxEnvironment.get_reward
-            if plain and environment._episode is not None:
-                environment._finish()
+            if environment._rollout is not None and environment._graded_by_task():
+                environment._rollout.finish()
+
+    def _step_deadline(self) -> float:
+        """Of the batch under way, else of one that begins now."""
+        if self._deadline == math.inf and self._step_timeout is not None:
+            return time.monotonic() + self._step_timeout
+        return self._deadline
 
     # ------------------------------------------------------------------ for the look-ahead
 
@@ -167,11 +197,18 @@ class SandboxTraining:
         self._batches += 1
         self._label, self._batch = label, f"trl-{os.getpid()}-{self._batches}"
         self._clock = BatchClock(self.pool.metrics.batch)
+        if self._step_timeout is not None:
+            self._deadline = time.monotonic() + self._step_timeout
+        timeout = (
+            self._claim_timeout
+            if self._step_timeout is None
+            else min(self._claim_timeout, self._step_timeout)
+        )
         for row in rows:
             task = self._task_of(row)
             episode = self._new(task)
             self._ahead.setdefault(task.id, deque()).append(episode)
-            episode.begin_ahead(timeout=self._claim_timeout)
+            episode.begin_ahead(timeout=timeout)
 
     def _end_batch(self) -> None:
         left = [episode for waiting in self._ahead.values() for episode in waiting]
@@ -181,7 +218,7 @@ class SandboxTraining:
                 episode.cancel("the trainer did not begin this rollout")
         if self._clock is not None:
             self._clock.close()
-        self._clock, self._label, self._batch = None, "", None
+        self._clock, self._label, self._batch, self._deadline = None, "", None, math.inf
 
 
 def _connected(

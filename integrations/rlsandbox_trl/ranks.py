@@ -1,0 +1,88 @@
+"""One pool for the training processes of a machine: the first of them owns it, the others connect.
+
+So there is one ceiling and one refill, whatever the number of processes, and one place where sandboxes,
+claims and resets are counted. On several machines each has a pool of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import rlsandbox as rls
+from rlsandbox.errors import ConfigError
+from rlsandbox.metrics import Snapshot
+
+from .tally import Tally
+
+OWNERS_ONLY = ("ttfc", "reset", "verify", "prime")
+"""Series (and their parts) that the pool's owner has of all processes."""
+
+
+def _number(name: str, otherwise: int) -> int:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdigit() else otherwise
+
+
+def local_processes() -> int:
+    """How many training processes this machine has."""
+    return _number("LOCAL_WORLD_SIZE", _number("WORLD_SIZE", 1))
+
+
+def owns_pool() -> bool:
+    """Whether this process is the one of its machine that owns the pool."""
+    return _number("LOCAL_RANK", _number("RANK", 0)) == 0
+
+
+def shared_pool(make: Callable[[], rls.Pool]) -> rls.Pool:
+    """The pool of this machine's processes. All of them call this at once, with one job or with many."""
+    if _number("WORLD_SIZE", 1) == 1:
+        return make()
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise ConfigError(
+            "several training processes share a pool, but they do not know each other yet",
+            hint="make GRPOConfig or GRPOTrainer before you use .pool, or hand each process pool=",
+        )
+    pool = error = None
+    if owns_pool():
+        try:
+            pool = make()
+        except Exception as raised:  # the others wait for a word of it
+            error = raised
+    machine = os.uname().nodename
+    mine = (machine, pool.ref if pool is not None else None, error)
+    all_of_them: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(all_of_them, mine)
+    if error is not None:
+        raise error
+    if pool is not None:
+        return pool
+    for where, ref, failed in all_of_them:
+        if where == machine and failed is not None:
+            raise failed
+        if where == machine and ref is not None:
+            return rls.Pool.connect(ref)
+    raise ConfigError(f"no process of {machine} owns a pool", hint="start them with torchrun or accelerate")
+
+
+def of_all(parts: Sequence[tuple[bool, Snapshot, Tally]]) -> tuple[Snapshot, Tally]:
+    """One window out of those of all processes. Each says whether it owns its pool.
+
+    What the owner has of all is not taken from the others. A batch is over when the last process has done
+    its part.
+    """
+    own = [snapshot if owner else _without_shared(snapshot) for owner, snapshot, _ in parts]
+    return Snapshot.merge(own), Tally.merge(tally for *_, tally in parts)
+
+
+def _without_shared(snapshot: Snapshot) -> Snapshot:
+    samples = {
+        name: found
+        for name, found in snapshot.samples.items()
+        if not any(name == shared or name.startswith(shared + "_") for shared in OWNERS_ONLY)
+    }
+    counters = {name: n for name, n in snapshot.counters.items() if name.startswith("failures/")}
+    return Snapshot(samples, counters, snapshot.idle)
