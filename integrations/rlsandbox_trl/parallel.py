@@ -181,5 +181,9 @@ class _Turn:
 
     def _run(self, calls: list[_Call]) -> None:
         coroutines = [(call, coroutine) for call in calls if (coroutine := call.run()) is not None]
-        for call, coroutine in coroutines:
-            asyncio.run_coroutine_threadsafe(call.wait(coroutine), self._trainer.async_loop)
+
+        async def together() -> None:  # as the trainer's loop gathers them
+            await asyncio.gather(*(call.wait(coroutine) for call, coroutine in coroutines))
+
+        if coroutines:
+            asyncio.run_coroutine_threadsafe(together(), self._trainer.async_loop)

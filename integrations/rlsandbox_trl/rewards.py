@@ -130,7 +130,7 @@ def sandbox_reward(
         try:
             code = answer(text_of(completion))
             if code is None:
-                episode.complete(value="no code")
+                episode.complete(value="no code", reward=0.0)
                 counter.ended(completed=True, expected=True, reward=0.0)
                 return 0.0, False
             return score(episode, code)

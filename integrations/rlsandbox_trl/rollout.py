@@ -46,7 +46,7 @@ OVER = "The limit ({}) of this attempt is reached; nothing more can be done."
 ENDING_S = 2.0
 """Giving up a sandbox is not waited for longer: it ends by itself."""
 GRADING_SHARE = 0.2
-"""Of a step's time that is kept for grading."""
+"""Of a step's time that is kept for grading: a call that is stuck costs its own rollout, not all others."""
 
 ACTING: contextvars.ContextVar[Rollout | None] = contextvars.ContextVar("rlsandbox_rollout", default=None)
 """The rollout on whose behalf the present call acts; none nested in it is guarded again."""
@@ -71,6 +71,7 @@ class Rollout:
         self._lock = threading.Lock()
         self._renewing = threading.Lock()
         self._graded: Future[float | None] | None = None
+        training._grading_since = None
 
     # ------------------------------------------------------------------ time
 
@@ -82,6 +83,15 @@ class Rollout:
         if self.step_timeout is None or grader is None:
             return 0.0
         return min(self.step_timeout * GRADING_SHARE, grader.timeout)
+
+    def _acting_until(self) -> float:
+        """Commands end by themselves a little before: see :meth:`seconds`."""
+        return self.deadline - self._reserve() / 2
+
+    def _grading_until(self) -> float:
+        """Where the model took long there is time to grade what it did."""
+        began = self.training._grading_since
+        return max(self.deadline, (time.monotonic() if began is None else began) + self._reserve())
 
     def seconds(self) -> float:
         """What a command may take at most."""
@@ -133,7 +143,7 @@ class Rollout:
 
         try:
             with self.blocked():
-                return within(self.deadline, acted)
+                return within(self._acting_until(), acted)
         except Exception as error:
             return self._answer_to(error)
 
@@ -145,7 +155,8 @@ class Rollout:
         token = ACTING.set(self)
         try:
             with self.blocked():
-                left = None if self.deadline == math.inf else max(0.0, self._left())
+                until = self._acting_until()
+                left = None if until == math.inf else max(0.0, until - time.monotonic())
                 acting = asyncio.ensure_future(method(self.owner, *args, **kwargs))
                 try:
                     done, _ = await asyncio.wait({acting}, timeout=left)
@@ -273,7 +284,7 @@ class Rollout:
         graded = self.finish()
         with self.blocked():
             try:
-                return before(self.deadline, graded)
+                return before(self._grading_until(), graded)
             except LateError:
                 self._late("grade")
                 return graded.result() if self.done else None  # it came at the last moment
@@ -310,7 +321,7 @@ class Rollout:
             if self.missing or self.done:
                 return reward if self.done else None
             self.done = True
-        self.episode.complete(value={"steps": self.steps}, truncated=self.truncated)
+        self.episode.complete(value={"steps": self.steps}, truncated=self.truncated, reward=reward)
         self._count(completed=True, reward=reward)
         return reward
 

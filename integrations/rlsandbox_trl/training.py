@@ -35,8 +35,8 @@ class SandboxTraining:
         retries: further sandboxes for a rollout that infrastructure broke.
         claim_timeout: seconds a rollout may wait for its sandbox, retries included; then it is missing.
         step_timeout: seconds from the beginning of a generation batch in which all of its rollouts have to
-            end. What broke is begun again while they last; what is not graded then is missing. None: what
-            breaks is begun again as often as *retries* says.
+            end; the last fifth (at most the grader's timeout) is for grading. What broke is begun again while
+            they last; what is stuck then is missing. None: there is no such limit.
         command_timeout: seconds a command of the tool ``shell`` may take.
         output: characters that a tool answers at most.
         pool_kwargs: of a pool of its own: ``size=`` and whatever :class:`rlsandbox.Pool` takes.
@@ -74,6 +74,7 @@ class SandboxTraining:
         self._step_timeout, self._deadline = step_timeout, math.inf
         self._command_timeout, self._output = command_timeout, output
         self._pool, self._own, self._pool_kwargs = pool, pool is None, pool_kwargs
+        self._grading_since: float | None = None
         self._grading = threading.BoundedSemaphore(GRADING)
         self._environments: list[SandboxEnvironment] = []
         self._ahead: dict[str, deque[rls.Episode]] = {}
@@ -178,6 +179,8 @@ class SandboxTraining:
 
     def _finish(self) -> None:
         """Grade the whole batch side by side: the trainer asks for one reward after the other."""
+        if self._grading_since is None:
+            self._grading_since = time.monotonic()
         for environment in self._environments:
             if environment._rollout is not None and environment._graded_by_task():
                 environment._rollout.finish()

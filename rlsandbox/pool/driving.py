@@ -88,11 +88,13 @@ class Episode:
         """See :meth:`AsyncEpisode.broke`."""
         return self._portal.call(self._async.broke, error, phase)
 
-    def complete(self, *, value: Any = None, truncated: str | None = None) -> Record:
+    def complete(
+        self, *, value: Any = None, truncated: str | None = None, reward: float | None = None
+    ) -> Record:
         """See :meth:`AsyncEpisode.complete`."""
 
         async def complete() -> Record:
-            return await self._async.complete(value=value, truncated=truncated)
+            return await self._async.complete(value=value, truncated=truncated, reward=reward)
 
         return self._portal.call(complete)
 

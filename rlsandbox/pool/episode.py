@@ -202,8 +202,12 @@ class Episode:
         await self._release(discard=failure.infrastructure)
         return failure
 
-    async def complete(self, *, value: Any = None, truncated: str | None = None) -> Record:
+    async def complete(
+        self, *, value: Any = None, truncated: str | None = None, reward: float | None = None
+    ) -> Record:
         """The rollout ran to its end; *truncated* names the limit that ended it.
+
+        *reward* is what somebody else than the task's grader found; a grade has precedence.
 
         Raises:
             TypeError: *value* is neither JSON-able nor text; the rollout has not ended.
@@ -213,7 +217,7 @@ class Episode:
         self._end_attempt(None)
         record = self._entry.end(
             "completed",
-            reward=outcome.reward if outcome is not None else None,
+            reward=outcome.reward if outcome is not None else reward,
             passed=outcome.passed if outcome is not None else None,
             value=value,
             truncated=truncated,

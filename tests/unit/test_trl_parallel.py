@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import threading
 from types import SimpleNamespace
@@ -21,25 +22,54 @@ class Environment:
     def __init__(self, own: int) -> None:
         self.own, self.seen = own, []  # type: ignore[var-annotated]
 
-    def note(self, x: Any) -> str:
+    def note(self, x: Any) -> Any:
         self.seen.append(x)
         if x == 3:
             raise ValueError("three")
-        return f"{self.own}:{len(self.seen)}:{x}"
+        return {"own": self.own, "n": len(self.seen), "x": x}
 
     def twice(self, x: Any) -> str:
-        return self.note(x) + self.note(x)
+        return f"{self.note(x)}{self.note(x)}"
+
+    async def later(self, x: Any) -> Any:
+        self.seen.append(("begun", x))
+        await asyncio.sleep(0)
+        self.seen.append(("done", x))
+        if x == 2:
+            raise KeyError("two")
+        return None if x == 1 else [{"type": "text", "text": f"{self.own}:{x}"}]
+
+
+def double(x: Any) -> Any:
+    if x == 4:
+        raise LookupError(x)
+    return x * 2
+
+
+async def fetch(x: Any) -> Any:
+    await asyncio.sleep(0)
+    return double(x)
 
 
 def call(name: str, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def loop_of_its_own() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    return loop
+
+
+LOOP = loop_of_its_own()
 ARGUMENTS = st.one_of(
     st.fixed_dictionaries({"x": st.integers(0, 4)}), st.just({"y": 1}), st.just("text"), st.just({})
 )
 CALLS = st.lists(
-    st.builds(call, st.sampled_from(["note", "twice", "shared", "unknown"]), ARGUMENTS), max_size=3
+    st.builds(
+        call, st.sampled_from(["note", "twice", "shared", "unknown", "later", "double", "fetch"]), ARGUMENTS
+    ),
+    max_size=3,
 )
 TURNS = st.lists(
     st.lists(st.tuples(CALLS, st.integers(1, 40)), min_size=1, max_size=3), min_size=1, max_size=5
@@ -75,8 +105,11 @@ def play(
         "model": SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10_000)),
         "environments": environments, "environment_factories": {None: None}, "_env_tools": {None: []},
         "_batch_environments": [None] * n, "_tokenizer": None, "tools": [1],
-        "_sync_tool_dicts": [{"note": e.note, "twice": e.twice, "shared": common} for e in environments],
-        "_async_tool_dicts": [{} for _ in range(n)],
+        "_sync_tool_dicts": [
+            {"note": e.note, "twice": e.twice, "shared": common, "double": double} for e in environments
+        ],
+        "_async_tool_dicts": [{"later": e.later, "fetch": fetch} for e in environments],
+        "async_loop": LOOP,
     }  # fmt: skip
     trainer.__dict__.update(values)
     trainer._get_tool_suffix_ids = lambda messages: [7] * sum(len(m["content"]) for m in messages)
@@ -85,7 +118,7 @@ def play(
     prompts = [[{"role": "user", "content": "go"}] for _ in range(n)]
     completions = [[message(i)] for i in range(n)]
     if parallel:
-        parallel_tools(trainer)
+        parallel_tools(trainer, serial=["shared"])
     import trl.trainer.grpo_trainer as module
 
     before = module.parse_response
@@ -115,6 +148,32 @@ def test_calls_of_different_rollouts_overlap() -> None:
 
     found, *_ = play([[([call("note", {"x": 0})], 1)]] * 4, True, 1, Waiting)
     assert [messages[1]["content"] for messages in found[1]] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("name", ["later", "fetch", "double"])
+def test_async_tools_and_functions_of_different_rollouts_overlap(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    inside = 0
+    gate, all_in = threading.Barrier(4, timeout=20), asyncio.Event()
+
+    async def wait(*args: Any, **kwargs: Any) -> str:
+        nonlocal inside
+        inside += 1
+        if inside == 4:
+            all_in.set()
+        await asyncio.wait_for(all_in.wait(), 20)
+        return "in"
+
+    def block(x: Any) -> str:
+        gate.wait()
+        return "in"
+
+    monkeypatch.setattr(Environment, "later", wait)
+    monkeypatch.setitem(globals(), "fetch", wait)
+    monkeypatch.setitem(globals(), "double", block)
+    found, *_ = play([[([call(name, {"x": 0})], 1)]] * 4, True, 1)
+    assert [messages[1]["content"] for messages in found[1]] == ["in"] * 4
 
 
 def test_other_internals_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:

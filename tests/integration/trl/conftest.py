@@ -40,6 +40,7 @@ def make_trainer(example: ModuleType, tmp_path: Path) -> Any:
 
     def make(sandboxes: Any, *, attach: bool = True, **options: Any) -> Any:
         words = example.tokenizer()
+        functions = options.pop("reward_funcs", None)
         settings = {
             "max_steps": 2, "per_device_train_batch_size": 4, "num_generations": 2, "logging_steps": 1,
             "max_completion_length": 12, "max_tool_calling_iterations": 1, "save_strategy": "no",
@@ -51,6 +52,7 @@ def make_trainer(example: ModuleType, tmp_path: Path) -> Any:
             train_dataset=sandboxes.dataset,
             eval_dataset=sandboxes.dataset if options.get("eval_strategy") else None,
             environment_factory=sandboxes,
+            reward_funcs=functions,
             args=GRPOConfig(output_dir=str(tmp_path / "out"), **settings),
         )
         if attach:
