@@ -1,6 +1,8 @@
 # make demo   24 small tasks in isolated, warm, verified sandboxes: table and plot
 # make demo-trl  GRPO with TRL on the CPU, a tiny model in local sandboxes: log, rewards, plot
 # make test   the test suite
+# make test-cluster  the tests that need a Kubernetes, on one that is built and started here (root)
+# make cluster, make cluster-down  that Kubernetes by itself
 # make lint   ruff, mypy, import rules
 # make clean  forget the virtual environment
 #
@@ -17,9 +19,9 @@ MADE_OF := pyproject.toml setup.py $(wildcard build_backend/*.py)
 # With this set, importing large packages takes seconds longer each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-trl test lint clean
+.PHONY: help demo demo-trl test test-cluster cluster cluster-down lint clean
 help:
-	@sed -n 's/^# //p' Makefile | head -5
+	@sed -n 's/^# //p' Makefile | head -7
 
 demo: $(VENV)/.have-demo
 	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 2 \
@@ -30,6 +32,15 @@ demo-trl: $(VENV)/.have-trl
 
 test: $(VENV)/.have-dev
 	$(PY) -m pytest $(ARGS)
+
+test-cluster: $(VENV)/.have-dev $(VENV)/.have-cluster
+	RLSANDBOX_TEST_CLUSTER=$(if $(RLSANDBOX_TEST_KUBECONFIG),0,1) $(PY) -m pytest tests/cluster $(ARGS)
+
+cluster: $(VENV)/.have-dev
+	$(PY) -m tests.cluster up $(ARGS)
+
+cluster-down: $(VENV)/.have-dev
+	$(PY) -m tests.cluster down
 
 lint: $(VENV)/.have-dev
 	$(PY) -m ruff check .
@@ -59,3 +70,4 @@ $(VENV)/.have-%: $(PY) $(MADE_OF)
 EXTRA_demo := plots
 EXTRA_trl := trl,plots
 EXTRA_dev := dev
+EXTRA_cluster := kubernetes

@@ -94,13 +94,18 @@ def sha256(data: bytes) -> str:
 
 def image_config(layers: Sequence[bytes], config: Mapping[str, Any] | None = None) -> bytes:
     """The image's config blob for uncompressed *layers*."""
+    return image_config_of(["sha256:" + sha256(data) for data in layers], config)
+
+
+def image_config_of(diff_ids: Sequence[str], config: Mapping[str, Any] | None = None) -> bytes:
+    """The same, of layers that are known by digest."""
     machine = os.uname().machine
     return json.dumps(
         {
             "architecture": {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine),
             "os": "linux",
             "config": dict(config or {"Env": ["PATH=/usr/local/bin:/usr/bin:/bin"], "Cmd": ["/bin/sh"]}),
-            "rootfs": {"type": "layers", "diff_ids": ["sha256:" + sha256(data) for data in layers]},
+            "rootfs": {"type": "layers", "diff_ids": list(diff_ids)},
         }
     ).encode()
 
@@ -262,7 +267,7 @@ def changes_layer() -> bytes:
     )
 
 
-def residue_image(path: Path, *, count: int = 5200) -> Path:
+def residue_image(path: Path, *, count: int = 5200, tag: str = "latest") -> Path:
     """The image of the residue suite, as an OCI layout in the new directory *path*.
 
     busybox's tools, git, bash and (where this machine has them under /usr) python3 with its library; users
@@ -277,6 +282,5 @@ def residue_image(path: Path, *, count: int = 5200) -> Path:
     layers = [busybox_layer(), many_files_layer(count), changes_layer()]
     if programs:
         layers.insert(1, program_layer(programs, [tree for tree in trees if os.path.isdir(tree)]))
-    return oci_layout(
-        path, layers, {"Env": ["PATH=/usr/bin:/usr/sbin", "IMAGE=residue"], "WorkingDir": "/workspace"}
-    )
+    config = {"Env": ["PATH=/usr/bin:/usr/sbin", "IMAGE=residue"], "WorkingDir": "/workspace"}
+    return oci_layout(path, layers, config, tag)

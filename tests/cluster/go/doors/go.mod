@@ -1,0 +1,3 @@
+module rlsandbox.test/doors
+
+go 1.26.0
