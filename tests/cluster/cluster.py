@@ -62,7 +62,7 @@ class Cluster(Handle):
                 return
             if (why := cannot_run()) is not None:
                 raise ClusterError(why)
-            build.build(say=self.say)
+            build.build([name for name in build.parts() if kwok or name != "kwok"], say=self.say)
             layouts = images.standard()
             self._remove()
             begun = time.monotonic()
@@ -179,8 +179,9 @@ class Cluster(Handle):
             "agent-sandbox": configs.agent_sandbox(identity, controller),
             "registry": configs.registry(state),
             "doors": configs.doors(state, identity),
-            "kwok": configs.kwok(state, identity),
         }
+        if kwok:
+            starts["kwok"] = configs.kwok(state, identity)
         for node in nodes:
             starts[f"containerd-{node.name}"] = configs.containerd(state, node)
             starts[f"kubelet-{node.name}"] = configs.kubelet(state, identity, node)
