@@ -16,6 +16,7 @@ from ..keeper.channel import CommandChannel, Exit, Sink
 from ..keeper.client import KeeperClient
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..keeper.frames import encode_fields, field
+from ..keeper.liveness import ANSWER_S
 from ..keeper.wire import Tag
 from ..results import CommandResult, Outcome, Stream
 from ..spec import Spec, parse_size
@@ -45,7 +46,7 @@ OnOutput = Callable[[Stream, bytes], object]
 MAX_PATH = 4096  # the kernel's, its NUL included
 _STDIN = encode_fields({"stdin": 1})
 _CONTROL = encode_fields({"control": 1})
-BACKUP_S = 10.0  # how long past a command's timeout the keeper may be silent before we act ourselves
+BACKUP_S = 1.0  # how long past a command's timeout the keeper may be silent before we act ourselves
 
 
 class Deadline:
@@ -245,10 +246,16 @@ class SandboxBase:
         self._state = "paused" if now else "ready"
 
     def cancel_command(self, channel: CommandChannel) -> None:
-        """End a command; a keeper that does not do it is given up."""
+        """End a command; a keeper that does not do it, or does not even answer a ping, is given up."""
         channel.cancel()
-        why = f"the keeper did not end a command within {BACKUP_S:g} s"
-        self.loop.call_later(BACKUP_S, lambda: None if channel.ended else channel.client.give_up(why))
+        answer = channel.client.knock()
+
+        def look(within: float, why: str) -> None:
+            if not channel.ended and (within == CANCEL_GRACE_S or not answer.done()):
+                channel.client.give_up(f"the keeper {why} within {within:g} s")
+
+        self.loop.call_later(ANSWER_S, look, ANSWER_S, "has not answered")
+        self.loop.call_later(CANCEL_GRACE_S, look, CANCEL_GRACE_S, "did not end a command")
 
     def _env_with(self, env: Mapping[str, str]) -> bytes:
         return encode_fields({"env": env_pairs(DEFAULT_ENV, self._base_env, self.spec.env, env)})

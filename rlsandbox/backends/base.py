@@ -98,5 +98,8 @@ class Backend(ABC):
         """Environment that every command gets before Spec.env (an image's own, PATH)."""
         return {}
 
+    async def hurry(self, within: float) -> None:  # noqa: B027 - nothing to see to
+        """The pool closes and removals take long: end what does not answer *within* so many seconds."""
+
     async def close(self) -> None:  # noqa: B027 - nothing to give back
         """Give back what the backend itself holds; every member has been disposed of before."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .frames import MAX_PAYLOAD, Fields, ProtocolError, decode_credit, encode, encode_credit
+from .liveness import ANSWER_S
 from .wire import WINDOW, ExitFlag, Flag, Tag, Type
 
 if TYPE_CHECKING:
@@ -343,18 +344,21 @@ class Channel:
     async def cancelled(self, grace: float) -> None:
         """Cancel and wait for the end, however often the waiting task is cancelled meanwhile.
 
-        What arrives is thrown away. A keeper that does not end the channel within *grace* seconds is given
-        up as lost: nothing is known of what runs there.
+        What arrives is thrown away. A keeper that does not end the channel within *grace* seconds, or that
+        does not even answer a ping meanwhile, is given up as lost: nothing is known of what runs there.
         """
         self.cancel()
         self.use_sink(_throw_away)
         loop = self.client.loop
-        deadline = loop.time() + grace
+        asked, answer = loop.time(), self.client.knock()
         again: asyncio.CancelledError | None = None
         while self._end is None:
-            left = deadline - loop.time()
+            answers = answer.done()
+            limit = grace if answers else min(grace, ANSWER_S)
+            left = asked + limit - loop.time()
             if left <= 0:
-                self.client.give_up(f"the keeper did not end a cancelled request within {grace:g} s")
+                why = "did not end a cancelled request" if answers else "has not answered"
+                self.client.give_up(f"the keeper {why} within {limit:g} s")
                 break
             handle = loop.call_later(left, self._wake)
             try:

@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ..errors import SandboxDiedError, SandboxError, UnsupportedError
+from . import liveness
 from .channel import Channel, CommandChannel, Exit, Sink
 from .frames import Decoder, Fields, Frame, ProtocolError, encode, encode_fields, encode_message, field
 from .wire import VERSION, Op, Tag, Type
 
 logger = logging.getLogger("rlsandbox")
 
-CANCEL_GRACE_S = 10.0
+CANCEL_GRACE_S = 8.0
 _SPAWN = encode_fields({"op": Op.SPAWN})
 _ARG = int(Tag.ARG)
 
@@ -99,6 +100,7 @@ class Connection(asyncio.Protocol):
         self._take_over(reader, writer)
         if welcome is not None:
             self.welcome = welcome
+            liveness.watch(self, self.loop)
             return self
         try:
             self.send(encode_message(Type.HELLO, 0, encode_fields({"version": VERSION, "token": token})))
@@ -131,6 +133,7 @@ class Connection(asyncio.Protocol):
                 sandbox=self.member or None,
                 hint="rebuild the keeper: rlsandbox keeper build",
             )
+        liveness.watch(self, self.loop)
         return self
 
     def _take_over(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -277,7 +280,7 @@ class Connection(asyncio.Protocol):
             self._hello.exception()  # seen, also when nobody waits any more
         for waiter in self._pings.values():
             if not waiter.done():
-                waiter.set_exception(self._make_lost())
+                waiter.set_result(None)
         self._pings.clear()
         for channel in list(self._channels.values()):
             channel.end(self._make_lost)
@@ -425,19 +428,29 @@ class Connection(asyncio.Protocol):
 
     async def ping(self, timeout: float = 5.0) -> float:
         """Seconds to and fro. Raises TimeoutError, or SandboxDiedError when the keeper is lost."""
+        start = self.loop.time()
+        answered = await liveness.answers(self, timeout)
         if self.lost.done():
             raise self._make_lost()
-        key = os.urandom(8)
-        waiter: asyncio.Future[None] = self.loop.create_future()
-        self._pings[key] = waiter
-        start = self.loop.time()
-        self.send(encode(Type.PING, 0, key))
-        try:
-            async with asyncio.timeout(timeout):
-                await waiter
-        finally:
-            self._pings.pop(key, None)
+        if not answered:
+            raise TimeoutError(f"the keeper did not answer within {timeout:g} s")
         return self.loop.time() - start
+
+    # -- liveness.Watched ---------------------------------------------------------------------------
+
+    @property
+    def waited_for(self) -> bool:
+        return bool(self._channels)
+
+    @property
+    def gone(self) -> bool:
+        return self.lost.done()
+
+    def knock(self) -> asyncio.Future[None]:
+        key = os.urandom(8)
+        waiter = self._pings[key] = self.loop.create_future()
+        self.send(encode(Type.PING, 0, key))
+        return waiter
 
 
 def _ignore(stream: int, data: bytes, tail: bool) -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ProvisionError, UnsupportedError
+from . import liveness
 from .connection import KeeperFailure, facts_of
 from .frames import Decoder, Fields, Frame, ProtocolError, encode, encode_fields, encode_message
 from .wire import VERSION, Op, Tag, Type
 
 _FDS_AT_ONCE = 64
+_CLOSING_ANSWER_S = 1.0
 _Answer = tuple[Fields, int]
 """A REPLY and the descriptor that came with it, or -1."""
 
@@ -41,6 +43,7 @@ class HubClient:
         self._decoder = Decoder()
         self._waiting: dict[int, asyncio.Future[_Answer]] = {}
         self._creating: set[int] = set()
+        self._pings: dict[bytes, asyncio.Future[None]] = {}
         self._sockets: deque[int] = deque()
         self._out = bytearray()
         self._writing = False
@@ -111,6 +114,7 @@ class HubClient:
                 f"the keeper's hub speaks protocol version {fields.int(Tag.VERSION)}, this client {VERSION}",
                 hint="rebuild the keeper: rlsandbox keeper build",
             )
+        liveness.watch(self, self.loop)
         return self
 
     # -- operations ---------------------------------------------------------------------------------
@@ -162,13 +166,21 @@ class HubClient:
         return (await asyncio.shield(self._request(op, **fields)))[0]
 
     async def aclose(self, timeout: float = 10.0) -> None:
-        """End the hub and with it every sandbox it made; wait until it is gone."""
+        """End the hub and with it every sandbox it made; wait until it is gone.
+
+        One that does not answer (it was stopped, say) is killed at once, one that answers after *timeout*.
+        """
+        cancelled = False
+        try:
+            if not await liveness.answers(self, _CLOSING_ANSWER_S):
+                timeout = 0
+        except asyncio.CancelledError:
+            cancelled = True
         self._end("it was closed")
         process = self.process
         if process is None:
             return
         deadline = self.loop.time() + timeout
-        cancelled = False
         delay = 0.0005
         while process.poll() is None:
             if self.loop.time() > deadline:
@@ -259,6 +271,10 @@ class HubClient:
                 self._hello.set_result(Fields.decode(frame.payload))
         elif frame.type == Type.PING:
             self._send(encode(Type.PONG, 0, frame.payload[:64]))
+        elif frame.type == Type.PONG:
+            answered = self._pings.pop(frame.payload, None)
+            if answered is not None and not answered.done():
+                answered.set_result(None)
         elif frame.type in (Type.REPLY, Type.FAIL):
             fields = Fields.decode(frame.payload)
             failure = _failure(fields) if frame.type == Type.FAIL else None
@@ -275,6 +291,28 @@ class HubClient:
             else:
                 waiter.set_result((fields, fd))
 
+    # -- liveness.Watched ---------------------------------------------------------------------------
+
+    @property
+    def waited_for(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def gone(self) -> bool:
+        return self.lost.done()
+
+    def knock(self) -> asyncio.Future[None]:
+        key = os.urandom(8)
+        waiter = self._pings[key] = self.loop.create_future()
+        self._send(encode(Type.PING, 0, key))
+        return waiter
+
+    def give_up(self, why: str) -> None:
+        """It is lost; and killed, for what it made must not outlive the pool's knowledge of it."""
+        self._end(why)
+        if self.process is not None and self.process.poll() is None:
+            self.process.kill()
+
     def _lost_error(self) -> ProvisionError:
         return ProvisionError(str(self.lost.result()), kind="hub_died")
 
@@ -288,6 +326,10 @@ class HubClient:
         if self._writing:
             self.loop.remove_writer(self._sock.fileno())
         self._sock.close()
+        for answered in self._pings.values():
+            if not answered.done():
+                answered.set_result(None)
+        self._pings.clear()
         while self._sockets:
             with contextlib.suppress(OSError):
                 os.close(self._sockets.popleft())

@@ -34,6 +34,8 @@ log = logging.getLogger("rlsandbox.pool")
 
 GRACE_S = 5.0
 """What a cancelled operation gets to end before nobody waits for it any more."""
+SLOW_S = 3.0
+"""After which removals at the pool's end are slow: the backend looks at what does not answer."""
 _GRAIN_S = 1e-5
 _SOON_S = 1e-3
 _REMEMBERED = 10_000
@@ -441,7 +443,14 @@ class Driver(Watching):
     async def close(self, timeout: float | None) -> bool:
         """Dispose of everything; False when something was left after *timeout* seconds."""
         self.tell(self.core.close)
-        gone = await self.until(lambda: not self.core.members, timeout)
+        began = self._loop.time()
+        gone = await self.until(
+            lambda: not self.core.members, SLOW_S if timeout is None else min(timeout, SLOW_S)
+        )
+        if not gone and (timeout is None or timeout > SLOW_S):
+            await self.backend.hurry(SLOW_S if timeout is None else min(SLOW_S, timeout - SLOW_S))
+            left_s = None if timeout is None else max(0.0, timeout - (self._loop.time() - began))
+            gone = await self.until(lambda: not self.core.members, left_s)
         if not gone:
             left = sorted(self.core.members)
             log.warning("%d sandboxes are left behind: %s", len(left), ", ".join(left[:5]))

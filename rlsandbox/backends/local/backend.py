@@ -22,6 +22,7 @@ from typing import Any
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, UnsupportedError
 from ...keeper.connection import KeeperFailure, facts_of
 from ...keeper.hubclient import HubClient
+from ...keeper.liveness import answers
 from ...keeper.wire import Tag
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member
@@ -152,6 +153,11 @@ class Local(Backend):
         except ProvisionError:
             if not hub.lost.done():
                 raise
+
+    async def hurry(self, within: float) -> None:
+        hub = self._hubs.alive
+        if hub is not None and not await answers(hub, within):
+            hub.give_up("it does not answer")
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[Member]:
         hub = self._hubs.alive

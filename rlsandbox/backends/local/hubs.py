@@ -9,7 +9,7 @@ from pathlib import Path
 from ...errors import ProvisionError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...keeper.hubclient import HubClient
-from . import state, worker
+from . import cgroups, state, worker
 from .advice import advice
 from .ids import chosen, detect
 from .roots import Roots
@@ -47,7 +47,7 @@ class Hubs:
         async with self._lock:
             if self._hub is not None and self._hub.lost.done():
                 log.warning("%s; starting another one", self._hub.lost.result())
-                await self._hub.aclose()
+                await _ended(self._hub)
                 self._hub = None
             if self._hub is None:
                 await self._begin()
@@ -81,13 +81,26 @@ class Hubs:
         """End the hub, and with it every sandbox; then forget the run."""
         hub, self._hub = self._hub, None
         if hub is not None:
-            await hub.aclose()
+            await _ended(hub)
         run, self.run = self.run, None
         if run is not None:
             if self.upper_place is not None:
                 await worker.call("remove", {"path": str(self.upper_place)}, detect())
             self.upper_place = None
             await asyncio.to_thread(run.end)
+
+
+async def _ended(hub: HubClient) -> None:
+    """End a hub; one that was killed could not remove its control groups."""
+    await hub.aclose()
+    if hub.process is not None and hub.process.returncode:
+        await asyncio.to_thread(_ungroup, hub.process.pid)
+
+
+def _ungroup(pid: int) -> None:
+    for owner, group in cgroups.dead():
+        if owner == pid:
+            state.remove_group(group)
 
 
 async def _start(binary: Path) -> HubClient:

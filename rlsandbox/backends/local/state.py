@@ -145,7 +145,7 @@ async def reap(
         for dead in found:
             try:
                 if dead.group:
-                    await asyncio.to_thread(_remove_group, dead.path)
+                    await asyncio.to_thread(remove_group, dead.path)
                 else:
                     for path in (*dead.places, dead.path):
                         await worker.call("remove", {"path": str(path)}, ids)
@@ -221,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _remove_group(group: Path) -> None:
+def remove_group(group: Path) -> None:
     """Remove a control group and those below it, unless processes are in one.
 
     A dead hub's have died with it; what lives there belongs to a hub whose process ids are not ours.

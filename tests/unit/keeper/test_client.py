@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 
 from rlsandbox.errors import SandboxDiedError, UnsupportedError
-from rlsandbox.keeper import connection
+from rlsandbox.keeper import connection, liveness
 from rlsandbox.keeper.channel import Exit
 from rlsandbox.keeper.client import KeeperClient, KeeperFailure
 from rlsandbox.keeper.frames import MAX_PAYLOAD, encode, encode_fields
@@ -400,9 +400,40 @@ async def test_a_keeper_that_does_not_cancel_is_given_up(monkeypatch: pytest.Mon
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert "did not end" in str(client.lost.result())
+    assert "has not answered within 0.1 s" in str(client.lost.result())
     with pytest.raises(SandboxDiedError):
         await client.ping()
+
+
+async def test_a_keeper_that_answers_and_does_not_cancel_is_given_up_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "CANCEL_GRACE_S", 0.5)
+    client, peer = await pair()
+    task = asyncio.create_task(client.spawn(["x"]))
+    await peer.request()
+    task.cancel()
+    frame = await peer.get(Type.PING)
+    await peer.send(Type.PONG, 0, frame.payload)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "did not end a cancelled request within 0.5 s" in str(client.lost.result())
+
+
+async def test_a_keeper_is_asked_only_while_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "EVERY_S", 0.05)
+    client, peer = await pair()
+    await asyncio.sleep(0.2)
+    assert not client._pings
+    task = asyncio.create_task(client.spawn(["x"]))
+    await peer.request()
+    for _ in range(3):  # it is slow, and it lives
+        frame = await peer.get()
+        assert frame.type == Type.PING
+        await peer.send(Type.PONG, 0, frame.payload)
+    assert (await peer.get()).type == Type.PING  # and then it is silent
+    with pytest.raises(SandboxDiedError, match=r"has not answered for 0\.05 s"):
+        await task
 
 
 async def test_one_waiter_cancelled_leaves_the_other() -> None:
