@@ -204,7 +204,13 @@ class Specs:
 
     @hookspec(firstresult=True)
     def rlsandbox_place(self, task: Task, nodes: Sequence[str]) -> str | None:
-        """Choose a node for a task's sandbox; None leaves it to the backend."""
+        """Choose a node for a sandbox that is about to be made; None leaves it to the backend.
+
+        Sandboxes of one spec serve every task of that spec: *task* is the one that asked last (claimed or
+        told to ``expect``). Called where a backend has nodes to choose from, so not on one machine, and not
+        for what a pool is filled with before it knows any task. A node that is not among *nodes*, an
+        exception, or an answer that takes longer than 10 s count as None, with a warning.
+        """
 
     @hookspec(firstresult=True)
     def rlsandbox_issue_credentials(self, rollout: Rollout) -> Credentials | None:

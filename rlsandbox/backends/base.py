@@ -84,6 +84,14 @@ class Backend(ABC):
         """A member of the place's own warm pool, or None."""
         return None
 
+    def nodes(self) -> Sequence[str]:
+        """The nodes on which a sandbox may be placed now; empty where there is no choice.
+
+        A backend that names some takes ``node=`` in :meth:`provision`: a wish (of ``rlsandbox_place``), and
+        one that cannot be met is no failure.
+        """
+        return ()
+
     async def give_layer(self, layer: str, member: Member) -> bool:
         """Make a sealed layer of any member available in *member*; False when that cannot be.
 

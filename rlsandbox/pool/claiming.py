@@ -32,6 +32,9 @@ class Claiming:
     _driver: Driver | None
     _lender: Lender
     _issues: bool
+    _places: bool
+    _latest: dict[str, Task]
+    """The task of a spec that asked last, where a plugin places sandboxes."""
     _specs: dict[tuple[str | None, Spec | None], Spec]
     _known: dict[str, Spec]
     _layer_tasks: dict[str, Task]
@@ -175,6 +178,8 @@ class Claiming:
         if spec is None:
             spec = self._specs[key] = task.spec_over(self.spec)
             self._known.setdefault(spec.digest, spec)
+        if self._places:
+            self._latest[spec.digest] = task
         if task.layer_key is None:
             return spec, None
         layer = f"p{spec.digest[:8]}-{task.layer_key}"

@@ -110,6 +110,8 @@ class Driver(Watching):
         self._watchers: list[tuple[Callable[[], bool], asyncio.Future[None]]] = []
         self._long_wait: asyncio.TimerHandle | None = None
         self._pumping = False
+        self.choose: Callable[[Spec], Awaitable[dict[str, Any]]] | None = None
+        """Further arguments for the creation of a member: the node that a plugin wishes."""
         self.rested: Callable[[Held], object] | None = None
         """Called when a member lies ready and nobody waits for it."""
 
@@ -321,7 +323,10 @@ class Driver(Watching):
         if self._adopt:
             member = await self.backend.adopt(spec, labels=self.labels, deadline=limit)
         if member is None:
-            member = await self.backend.provision(spec, member=name, labels=self.labels, deadline=limit)
+            where = {} if self.choose is None else await self.choose(spec)
+            member = await self.backend.provision(
+                spec, member=name, labels=self.labels, deadline=limit, **where
+            )
         link = await self._open_link(member, spec)
         return Held(member, link, spec)
 

@@ -47,6 +47,7 @@ log = logging.getLogger("rlsandbox.pool")
 
 AsyncPolicy = Callable[["AsyncSandbox", Task], Awaitable[Any]]
 CLOSE_S = 30.0
+PLACE_S = 10.0
 
 
 class AsyncPool(Claiming):
@@ -103,12 +104,14 @@ class AsyncPool(Claiming):
         self.run = self.config.pool.run or new_run_name()
         self.metrics = Metrics(run=self.run, gauges=self._gauges, totals=self._totals)
         self._issues = bool(self.plugins.hook.rlsandbox_issue_credentials.get_hookimpls())
+        self._places = bool(self.plugins.hook.rlsandbox_place.get_hookimpls())
         self.closed = False
         self._pid = os.getpid()
         self._driver: Driver | None = None
         self._starting: asyncio.Lock | None = None
         self._lender = Lender(self)
         self._owner: Owner | None = None
+        self._latest = {}
         self._specs: dict[tuple[str | None, Spec | None], Spec] = {}
         self._early: list[tuple[list[tuple[str, str | None, int]], bool]] = []
         self._known: dict[str, Spec] = {}
@@ -233,6 +236,8 @@ class AsyncPool(Claiming):
             adopt=capabilities.adopt,
         )  # fmt: skip
         driver.rested = self._lender.lay_out
+        if self._places:
+            driver.choose = self._choose
         driver.specs = self._known
         driver.tasks = self._layer_tasks
         self._known[self.spec.digest] = self.spec
@@ -249,6 +254,24 @@ class AsyncPool(Claiming):
             link: Link = await own(member)
             return link
         return await KeeperLink.open(self.backend, member, spec, self.plugins)
+
+    async def _choose(self, spec: Spec) -> dict[str, Any]:
+        """The node that a plugin wishes for a sandbox of *spec*, as an argument of provision()."""
+        task, nodes = self._latest.get(spec.digest), list(self.backend.nodes())
+        if task is None or not nodes:
+            return {}
+        try:
+            node = await in_thread(
+                lambda: self.plugins.hook.rlsandbox_place(task=task, nodes=tuple(nodes)), PLACE_S
+            )
+        except Exception as error:
+            said = f"no answer within {PLACE_S:g} s" if isinstance(error, TimeoutError) else repr(error)
+            log.warning("a plugin's rlsandbox_place failed for task %s: %s", task.id, said)
+            return {}
+        if node is not None and node not in nodes:
+            log.warning("a plugin's rlsandbox_place chose %r for task %s: no such node", node, task.id)
+            return {}
+        return {} if node is None else {"node": node}
 
     def _noted(self, note: Note) -> None:
         if note.kind == "quarantined":

@@ -64,10 +64,19 @@ class Simulated(Backend):
         )
 
     async def provision(
-        self, spec: Spec, *, member: str, labels: Mapping[str, str], deadline: float
+        self,
+        spec: Spec,
+        *,
+        member: str,
+        labels: Mapping[str, str],
+        deadline: float,
+        node: str | None = None,
     ) -> Member:
-        pod = await self.cluster.create(member, spec, dict(labels))
+        pod = await self.cluster.create(member, spec, dict(labels), wish=node)
         return Member(id=member, node=pod.node.name if pod.node else None)
+
+    def nodes(self) -> Sequence[str]:
+        return [node.name for node in self.cluster.nodes if node.used < node.slots]
 
     async def connect(self, member: Member) -> tuple[StreamReader, StreamWriter]:
         raise UnsupportedError("a simulated sandbox has no keeper to connect to")

@@ -102,6 +102,8 @@ class Pod:
     spec: Spec
     labels: dict[str, str]
     node: Node | None = None
+    wish: str | None = None
+    """The node that it would rather be on."""
     ready: bool = False
     lost: list[Callable[[BaseException], object]] = field(default_factory=list)
     doom: asyncio.TimerHandle | None = None
@@ -198,13 +200,13 @@ class Cluster:
 
     # -- pods ----------------------------------------------------------------------------------------
 
-    async def create(self, name: str, spec: Spec, labels: dict[str, str]) -> Pod:
+    async def create(self, name: str, spec: Spec, labels: dict[str, str], *, wish: str | None = None) -> Pod:
         await self.write("create", name)
         fails, hangs = self.chance(self.faults.provision), self.chance(self.faults.hang)
         if fails and self.rng.random() < 0.5:
             self.note("failed", name)
             raise ProvisionError(f"{name}: admission webhook failed", kind="admission")
-        pod = self.pods[name] = Pod(name, spec, labels)
+        pod = self.pods[name] = Pod(name, spec, labels, wish=wish)
         self._changes.append((True, pod))
         self.peak = max(self.peak, len(self.pods))
         if hangs:
@@ -244,7 +246,8 @@ class Cluster:
             self._free.clear()
             await self._free.wait()
         warm = [node for node in free if image in node.images or image in node.pulling]
-        pod.node = min(warm or free, key=lambda node: node.used)
+        wished = [node for node in free if node.name == pod.wish]
+        pod.node = min(wished or warm or free, key=lambda node: node.used)
         pod.node.used += 1
 
     async def _pull(self, pod: Pod) -> None:
