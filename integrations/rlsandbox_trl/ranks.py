@@ -12,7 +12,7 @@ from typing import Any
 
 import rlsandbox as rls
 from rlsandbox.errors import ConfigError
-from rlsandbox.metrics import Snapshot
+from rlsandbox.metrics import Samples, Snapshot
 
 from .tally import Tally
 
@@ -75,7 +75,11 @@ def of_all(parts: Sequence[tuple[bool, Snapshot, Tally]]) -> tuple[Snapshot, Tal
     its part.
     """
     own = [snapshot if owner else _without_shared(snapshot) for owner, snapshot, _ in parts]
-    return Snapshot.merge(own), Tally.merge(tally for *_, tally in parts)
+    merged = Snapshot.merge(own)
+    batches = [snapshot.samples["batch"].values for snapshot in own if "batch" in snapshot.samples]
+    if len(batches) > 1:  # all began at once: the collectives of the step before held them together
+        merged.samples["batch"] = Samples.of(map(max, zip(*batches, strict=False)))
+    return merged, Tally.merge(tally for *_, tally in parts)
 
 
 def _without_shared(snapshot: Snapshot) -> Snapshot:
