@@ -1,6 +1,7 @@
 # make demo   24 small tasks in isolated, warm, verified sandboxes: table and plot
 # make demo-trl  GRPO with TRL on the CPU, a tiny model in local sandboxes: log, rewards, plot
-# make test   the test suite
+# make test   the test suite; what needs an extra that is not there is skipped
+# make test-trl  the tests of the TRL integration, with trl and torch
 # make test-cluster  the tests that need a Kubernetes, on one that is built and started here (root)
 # make cluster, make cluster-down  that Kubernetes by itself
 # make lint   ruff, mypy, import rules
@@ -19,9 +20,9 @@ MADE_OF := pyproject.toml setup.py $(wildcard build_backend/*.py)
 # With this set, importing large packages takes seconds longer each time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo demo-trl test test-cluster cluster cluster-down lint clean
+.PHONY: help demo demo-trl test test-trl test-cluster cluster cluster-down lint clean
 help:
-	@sed -n 's/^# //p' Makefile | head -7
+	@sed -n 's/^# //p' Makefile | head -8
 
 demo: $(VENV)/.have-demo
 	$(VENV)/bin/rlsandbox run --tasks demo --policy canonical --group-size 2 \
@@ -32,6 +33,9 @@ demo-trl: $(VENV)/.have-trl
 
 test: $(VENV)/.have-dev
 	$(PY) -m pytest $(ARGS)
+
+test-trl: $(VENV)/.have-dev $(VENV)/.have-trl
+	$(PY) -m pytest tests/integration/trl tests/unit/test_trl_parallel.py $(ARGS)
 
 test-cluster: $(VENV)/.have-dev $(VENV)/.have-cluster
 	RLSANDBOX_TEST_CLUSTER=$(if $(RLSANDBOX_TEST_KUBECONFIG),0,1) $(PY) -m pytest tests/cluster $(ARGS)
@@ -46,6 +50,7 @@ lint: $(VENV)/.have-dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m mypy integrations/rlsandbox_trl
 	$(VENV)/bin/lint-imports
 
 clean:

@@ -20,7 +20,7 @@ log = logging.getLogger("rlsandbox.trl")
 COUNTERS = ("claims", "resets", "recycled", "quarantined", "never_started")
 
 
-class SandboxCallback(TrainerCallback, Part):
+class SandboxCallback(TrainerCallback, Part):  # type: ignore[misc]
     """Logs what the pool did since the last log, under ``sandbox/``; evaluation has numbers of its own.
 
     A log covers everything since the one before, so numbers are right with any number of accumulation steps,
