@@ -25,7 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "simulate": ("rlsandbox.cli.simulate", "Try pool settings on a simulated cluster, in virtual time."),
     "ledger": ("rlsandbox.cli.ledger", "Show, report, reconcile and export runs."),
     "reap": ("rlsandbox.cli.reap", "Remove what dead runs have left behind."),
-    "template": ("rlsandbox.backends.kubernetes.template", "Show or check sandbox templates of a cluster."),
+    "template": ("rlsandbox.cli.template", "What sandbox templates of a cluster must carry; rights."),
     "keeper": ("rlsandbox.cli.keeper", "Build the keeper program."),
     "config": ("rlsandbox.cli.config", "Show each setting and where it came from."),
 }

@@ -8,6 +8,7 @@ import time
 
 import click
 
+from ..backends.registry import backend_class
 from ..errors import ConfigError, UnsupportedError
 from .common import console, json_option, print_json
 
@@ -19,11 +20,24 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 @click.option("--dry-run", is_flag=True, help="Only say what there is.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--backend", default="local", show_default=True, metavar="NAME")
+@click.option("--context", metavar="NAME", help="Of the kubeconfig (kubernetes).")
+@click.option("--namespace", metavar="NAME", help="Of the sandboxes (kubernetes).")
 @json_option
-def command(older_than: str | None, dry_run: bool, yes: bool, backend: str, as_json: bool) -> int:
-    """Remove what dead runs have left: directories, control groups. Live runs are never touched."""
+def command(
+    older_than: str | None,
+    dry_run: bool,
+    yes: bool,
+    backend: str,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
+) -> int:
+    """Remove what dead runs have left: directories, control groups, claims. Live runs are never touched."""
+    if backend == "kubernetes":
+        limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
+        return asyncio.run(_cluster(limit, dry_run, yes, context, namespace, as_json))
     if backend != "local":
-        raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local")
+        raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local, kubernetes")
     from ..backends.local.ids import detect
     from ..backends.local.state import leftovers, reap
 
@@ -69,3 +83,36 @@ def _print(rows: list[dict[str, object]]) -> None:
             str(row["path"]),
         )
     console().print(table)
+
+
+async def _cluster(
+    older_s: float, dry_run: bool, yes: bool, context: str | None, namespace: str | None, as_json: bool
+) -> int:
+    backend_class("kubernetes")  # a clear word where its extra is not installed
+    from ..backends.kubernetes.api import Api
+    from ..backends.kubernetes.lease import Leftover, leftovers, reap
+
+    api = await Api.connect(context=context, namespace=namespace)
+    try:
+        found = await leftovers(api, older_s=older_s)
+        if not as_json:
+            for one in found:
+                click.echo(f"{one.kind} {one.name}  run {one.run}  of {one.owner}  {one.age_s:.0f} s old")
+            if not found:
+                click.echo(f"nothing is left of dead runs in namespace {api.namespace}")
+        gone: list[Leftover] = []
+        kept: list[Leftover] = []
+        if found and not dry_run:
+            if not yes and not click.confirm(f"Remove {len(found)}?", err=True):
+                return 1
+            gone, kept = await reap(api, found)
+    finally:
+        await api.close()
+    names = [f"{one.kind}/{one.name}" for one in gone]
+    if as_json:
+        rows = [{"kind": one.kind, "name": one.name, "run": one.run, "age_s": one.age_s} for one in found]
+        left = [f"{one.kind}/{one.name}" for one in kept]
+        print_json({"found": rows, "removed": names, "kept": left, "dry_run": dry_run})
+    elif gone or kept:
+        click.echo(f"removed {len(gone)}" + (f", could not remove {len(kept)}" if kept else ""))
+    return int(bool(kept))

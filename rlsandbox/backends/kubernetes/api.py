@@ -165,6 +165,10 @@ class Api:
                 raise
             return await self.get(f"{path}/{body['metadata']['name']}")
 
+    async def ask(self, path: str, body: JSON) -> JSON:
+        """A POST that makes nothing (a review)."""
+        return await self._call("POST", path, body=body)
+
     async def apply(self, path: str, body: JSON, *, force: bool = True) -> JSON:
         """Server-side apply, as the field manager ``rlsandbox``."""
         query = {"fieldManager": "rlsandbox", "force": "true" if force else "false"}

@@ -149,7 +149,11 @@ class Kubernetes(Backend):
                         api, self._run, self._shape, mode=self._mode, named=named,
                         on_claim=self._on_claim, on_pod=self._on_pod,
                     )  # fmt: skip
-                    if named:
+                    if not named:
+                        await (
+                            cluster.keeper()
+                        )  # compiled the first time: no sandbox's deadline should pay for it
+                    else:
                         self._named = await cluster.named_pool(self._warm_pool, self._template)
                 except BaseException:
                     await api.close()

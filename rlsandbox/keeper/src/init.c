@@ -32,7 +32,7 @@ struct first {
     char run[80], mode[16], why[300];
     int hub;
     pid_t hub_pid;
-    bool bare, ending;
+    bool bare, ending, closed; /* closed: network none */
 };
 
 static struct first *self_of(struct link *l)
@@ -133,6 +133,17 @@ static int hub_call(struct first *f, uint8_t type, const struct buf *fields, str
     }
 }
 
+static void hub_end(struct first *f)
+{
+    fd_close(&f->hub);
+    if (f->hub_pid > 0) {
+        kill(f->hub_pid, SIGKILL);
+        while (waitpid(f->hub_pid, NULL, 0) < 0 && errno == EINTR)
+            ;
+    }
+    f->hub_pid = 0;
+}
+
 static int hub_begin(struct first *f, bool bare, struct err *e)
 {
     struct buf hello = {0}, answer = {0};
@@ -144,15 +155,8 @@ static int hub_begin(struct first *f, bool bare, struct err *e)
     fd_close(&fd);
     buf_free(&hello);
     buf_free(&answer);
-    if (r < 0) {
-        fd_close(&f->hub);
-        if (f->hub_pid > 0) {
-            kill(f->hub_pid, SIGKILL);
-            while (waitpid(f->hub_pid, NULL, 0) < 0 && errno == EINTR)
-                ;
-        }
-        f->hub_pid = 0;
-    }
+    if (r < 0)
+        hub_end(f);
     return r;
 }
 
@@ -209,6 +213,11 @@ static int sandbox_make(struct first *f, int *stream, struct err *e)
         if (*f->mode)
             return fail(e, first.no, "%s", first.what);
         snprintf(f->why, sizeof f->why, "%.200s: %s", first.what, strerror(first.no));
+        if (f->closed) /* asked for, and not to be had without a namespace */
+            return fail(e, first.no, "hold network none: no isolation works here: %.150s", first.what);
+        /* a new hub, without a right that was only there to isolate */
+        hub_end(f);
+        prctl(PR_CAPBSET_DROP, 21 /* SYS_ADMIN */);
     }
     if (f->hub < 0 && hub_begin(f, true, e) < 0)
         return -1;
@@ -346,8 +355,10 @@ static int option(struct first *f, const char *name, const char *value)
         f->link.grace_s = (uint32_t)v;
         return 0;
     }
-    if (strcmp(name, "--network") == 0 && (strcmp(value, "none") == 0 || strcmp(value, "host") == 0))
+    if (strcmp(name, "--network") == 0 && (strcmp(value, "none") == 0 || strcmp(value, "host") == 0)) {
+        f->closed = strcmp(value, "none") == 0;
         return put_str(&f->wish, TAG_NETWORK, value);
+    }
     if (strcmp(name, "--mode") == 0 && (!*value || strcmp(value, "overlay") == 0 || strcmp(value, "userns") == 0 || strcmp(value, "replace") == 0))
         return path_join(f->mode, sizeof f->mode, "%s", value);
     if (strcmp(name, "--run") == 0 && value[0] == '/')

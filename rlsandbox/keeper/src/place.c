@@ -6,6 +6,7 @@
 #include <sys/sysmacros.h>
 
 #include "hub.h"
+#include "sandbox.h"
 #include "sys.h"
 
 static const struct { const char *name; unsigned major, minor; } devices[] = {
@@ -82,12 +83,11 @@ int place_setup(struct hub *h, struct err *e)
             return fail(e, errno, "bind %s", from);
     }
 #endif
-    if (mount("/proc", "proc", NULL, MS_BIND | MS_REC, NULL) < 0)
+    /* a fresh one where that is allowed: a container's own has masks, and with only that one at hand no episode may have a fresh one */
+    if (mount("rls", "proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL) < 0 && mount("/proc", "proc", NULL, MS_BIND | MS_REC, NULL) < 0)
         return fail(e, errno, "bind /proc");
-    if (syscall(SYS_pivot_root, ".", "h") < 0)
-        return fail(e, errno, "pivot_root to the hub's tmpfs");
-    if (chdir("/") < 0)
-        return fail(e, errno, "enter the hub's root");
+    if (root_switch("h", e) < 0)
+        return -1;
     h->host = open("/h", O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (h->host < 0)
         return fail(e, errno, "open the machine's root");

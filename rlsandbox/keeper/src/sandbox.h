@@ -140,6 +140,9 @@ void upper_forget(struct keeper *k, unsigned generation, bool sealed);
 int top_like(const char *path, const struct stat *st, struct err *e);
 uint64_t tmpfs_used(const char *path);
 
+/* root.c */
+int root_switch(const char *old, struct err *e);
+
 /* userns.c */
 int userns_plan(struct keeper *k, struct err *e); /* takes the root apart, once, after base_attach */
 

@@ -196,12 +196,8 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
         return -1;
     if (fchdir(root) < 0)
         return fail(e, errno, "chdir to the new root");
-    if (syscall(SYS_pivot_root, ".", ".") < 0)
-        return fail(e, errno, "pivot_root into the view");
-    if (umount2(".", MNT_DETACH) < 0)
-        return fail(e, errno, "detach the outer root");
-    if (chdir("/") < 0)
-        return fail(e, errno, "chdir to the view's root");
+    if (root_switch(".", e) < 0)
+        return -1;
     *root_fd = root;
     *proc_fd = proc;
     return 0;

@@ -1,0 +1,336 @@
+"""What a cluster offers for sandboxes, what is missing, and what to do about it.
+
+Nothing is changed. ``fail`` is a thing without which no sandbox can be made, ``warn`` one without which
+something is weaker, or that could not be seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from ...errors import SandboxError
+from . import names
+from .api import JSON, Api, ApiError
+from .cluster import Paths
+from .lease import server_time
+
+Status = Literal["ok", "warn", "fail"]
+
+_EXT = names.EXTENSIONS
+RIGHTS: tuple[tuple[str, str, str, bool], ...] = (
+    # group, resource, verbs, needed
+    ("", "configmaps", "get create", True),
+    ("", "pods", "get list watch", True),
+    ("", "pods/exec", "get create", True),
+    ("", "events", "list", False),
+    (_EXT, "sandboxtemplates", "get create patch", True),
+    (_EXT, "sandboxwarmpools", "get create patch", True),
+    (_EXT, "sandboxclaims", "get list watch create delete", True),
+    ("coordination.k8s.io", "leases", "get list create patch delete", True),
+)
+_LEVELS = {
+    "restricted": (
+        "replace",
+        "warn",
+        "every rollout gets another pod: allow 'baseline' or 'privileged' there",
+    ),
+    "baseline": ("userns", "ok", ""),
+    "privileged": ("overlay", "ok", ""),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    rows: tuple[Row, ...]
+
+    @property
+    def works(self) -> bool:
+        return all(row.status != "fail" for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"works": self.works, "rows": [asdict(row) for row in self.rows]}
+
+
+def diagnose(**how: Any) -> Diagnosis:
+    """For callers without an event loop; *how*: as :meth:`Api.connect` takes it, and ``runtime_class``."""
+    return asyncio.run(examine(**how))
+
+
+async def examine(*, runtime_class: str | None = None, **how: Any) -> Diagnosis:
+    try:
+        api = await Api.connect(**how)
+    except SandboxError as error:
+        return Diagnosis((Row("credentials", "fail", error.message, error.hint),))
+    try:
+        rows = [await _server(api)]
+        if rows[0].status == "fail":
+            return Diagnosis(tuple(rows))
+        looks: list[Callable[[Api], Awaitable[list[Row]]]] = [
+            _clock,
+            _namespace,
+            _crds,
+            _controller,
+            _rights,
+            _quota,
+            _nodes,
+            _policy,
+        ]
+        for look in looks:
+            rows += await look(api)
+        if runtime_class is not None:
+            rows.append(await _runtime_class(api, runtime_class))
+        return Diagnosis(tuple(rows))
+    finally:
+        await api.close()
+
+
+async def _server(api: Api) -> Row:
+    try:
+        version = await api.get("/version", timeout=10)
+    except SandboxError as error:
+        return Row(
+            "API server", "fail", error.message, error.hint or "is the address right, and the cluster up?"
+        )
+    return Row(
+        "API server", "ok", f"{version.get('gitVersion', '?')}, {api.where}, namespace {api.namespace}"
+    )
+
+
+async def _clock(api: Api) -> list[Row]:
+    skew = abs((await server_time(api) - datetime.datetime.now(datetime.UTC)).total_seconds())
+    if skew > 30:
+        return [
+            Row(
+                "clocks",
+                "warn",
+                f"{skew:.0f} s apart",
+                "claims' expiry is told by this machine's clock: set it",
+            )
+        ]
+    return [Row("clocks", "ok", f"{skew:.0f} s apart")]
+
+
+async def _namespace(api: Api) -> list[Row]:
+    try:
+        found = await api.get(Paths(api.namespace).namespace)
+    except ApiError as error:
+        if error.status == 404:
+            return [
+                Row(
+                    "namespace",
+                    "fail",
+                    f"there is no {api.namespace!r}",
+                    f"kubectl create namespace {api.namespace}",
+                )
+            ]
+        return [
+            Row(
+                "Pod Security level",
+                "warn",
+                "may not be read",
+                "the mode is then guessed: Kubernetes(mode=...)",
+            )
+        ]
+    level = (found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "")
+    mode, status, fix = _LEVELS.get(level, ("overlay", "ok", ""))
+    what = f"{level or 'none enforced'}: reset mode {mode} is expected"
+    return [Row("Pod Security level", status, what, fix)]  # type: ignore[arg-type]
+
+
+async def _crds(api: Api) -> list[Row]:
+    try:
+        await api.get(f"/apis/{_EXT}/{names.VERSION}")
+    except ApiError as error:
+        if error.status == 404:
+            fix = "install agent-sandbox v1.0; without, sandboxes are plain pods (role rlsandbox-plain-pods)"
+            return [Row("agent-sandbox CRDs", "warn", f"no {_EXT}/{names.VERSION}", fix)]
+        return [Row("agent-sandbox CRDs", "warn", error.message)]
+    return [Row("agent-sandbox CRDs", "ok", f"{_EXT}/{names.VERSION}")]
+
+
+async def _controller(api: Api) -> list[Row]:
+    """Alive when some pod of it runs and is ready; its flags where they may be read."""
+    name = "agent-sandbox controller"
+    try:
+        found = await api.get(
+            "/api/v1/pods", {"labelSelector": "app=agent-sandbox-controller", "limit": "20"}
+        )
+    except ApiError as error:
+        if error.status == 403:
+            return [
+                Row(
+                    name,
+                    "warn",
+                    "this user may not look",
+                    "ask whether it runs; a claim that stays without conditions says no",
+                )
+            ]
+        raise
+    pods = found.get("items") or []
+    ready = [
+        pod
+        for pod in pods
+        if any(
+            c["type"] == "Ready" and c["status"] == "True"
+            for c in pod.get("status", {}).get("conditions", ())
+        )
+    ]
+    if not pods:
+        return [
+            Row(
+                name,
+                "warn",
+                "no pod of it was found",
+                "it may run elsewhere; a claim that stays without conditions says no",
+            )
+        ]
+    if not ready:
+        return [
+            Row(
+                name,
+                "fail",
+                "its pod is not ready",
+                f"kubectl -n {pods[0]['metadata']['namespace']} get pods",
+            )
+        ]
+    flags = [
+        arg
+        for c in ready[0]["spec"]["containers"]
+        for arg in c.get("args", ())
+        if "refill" in arg or "replenish" in arg
+    ]
+    return [Row(name, "ok", "ready" + (f", {' '.join(flags)}" if flags else ""))]
+
+
+async def _rights(api: Api) -> list[Row]:
+    async def may(group: str, resource: str, verb: str) -> bool:
+        main, _, sub = resource.partition("/")
+        asked = {
+            "namespace": api.namespace,
+            "group": group,
+            "resource": main,
+            "subresource": sub,
+            "verb": verb,
+        }
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": asked},
+        }
+        told = await api.ask("/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", body)
+        return bool((told.get("status") or {}).get("allowed"))
+
+    rows: list[Row] = []
+    for group, resource, verbs, needed in RIGHTS:
+        wanted = verbs.split()
+        try:
+            given = await asyncio.gather(*(may(group, resource, verb) for verb in wanted))
+        except SandboxError as error:
+            return [Row("rights", "warn", f"could not be asked for: {error.message}")]
+        missing = [verb for verb, ok in zip(wanted, given, strict=True) if not ok]
+        what = f"right: {resource}"
+        if not missing:
+            rows.append(Row(what, "ok", verbs.replace(" ", ", ")))
+        else:
+            rows.append(
+                Row(
+                    what,
+                    "fail" if needed else "warn",
+                    f"may not {', '.join(missing)}",
+                    "rlsandbox template rbac | kubectl apply -f -",
+                )
+            )
+    return rows
+
+
+async def _quota(api: Api) -> list[Row]:
+    try:
+        found = await api.get(f"/api/v1/namespaces/{api.namespace}/resourcequotas")
+    except ApiError:
+        return [Row("quotas", "warn", "may not be read")]
+    rows = []
+    for quota in found.get("items") or ():
+        hard, used = quota.get("status", {}).get("hard") or {}, quota.get("status", {}).get("used") or {}
+        said = ", ".join(f"{key} {used.get(key, '?')} of {value}" for key, value in sorted(hard.items()))
+        rows.append(
+            Row(f"quota {quota['metadata']['name']}", "warn", said, "a pool larger than this waits for ever")
+        )
+    return rows or [Row("quotas", "ok", "none")]
+
+
+async def _nodes(api: Api) -> list[Row]:
+    try:
+        found = (await api.get("/api/v1/nodes")).get("items") or []
+    except ApiError:
+        return [Row("nodes", "warn", "may not be looked at: kernels, runtimes and disks are not known")]
+    real = [
+        node
+        for node in found
+        if (node["metadata"].get("annotations") or {}).get("kwok.x-k8s.io/node") != "fake"
+    ]
+    ready = [node for node in real if _is(node, "Ready")]
+    pressed = [node["metadata"]["name"] for node in real if _is(node, "DiskPressure")]
+    infos = [node.get("status", {}).get("nodeInfo", {}) for node in real]
+    runtimes = sorted({info.get("containerRuntimeVersion", "?") for info in infos})
+    kernels = sorted({info.get("kernelVersion", "?") for info in infos})
+    rows = [
+        Row(
+            "nodes",
+            "ok" if ready else "fail",
+            f"{len(ready)} of {len(real)} ready; {', '.join(runtimes)}; Linux {', '.join(kernels)}",
+        )
+    ]
+    if pressed:
+        rows.append(
+            Row(
+                "node disks",
+                "warn",
+                f"pressure on {', '.join(pressed[:5])}",
+                "images are removed there and pulled again",
+            )
+        )
+    old = [text for text in runtimes if (m := re.match(r"containerd://(\d+)\.", text)) and int(m[1]) < 2]
+    if old:
+        fix = "containerd 2 and runc 1.2, or mode userns in a namespace of level baseline"
+        rows.append(
+            Row("user namespaces of pods", "warn", f"{', '.join(old)} knows no hostUsers: false", fix)
+        )
+    said = "AppArmor and SELinux are not seen from here; both may forbid mounts"
+    rows.append(
+        Row("security modules", "warn", said, "try one sandbox: its reset mode and the fact `why` tell")
+    )
+    return rows
+
+
+def _is(node: JSON, kind: str) -> bool:
+    return any(
+        c["type"] == kind and c["status"] == "True" for c in node.get("status", {}).get("conditions", ())
+    )
+
+
+async def _policy(api: Api) -> list[Row]:
+    said = "network='none' is held by a network namespace of the episode's own in overlay and userns"
+    return [Row("network", "ok", said, "mode replace refuses network='none'")]
+
+
+async def _runtime_class(api: Api, name: str) -> Row:
+    try:
+        found = await api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{name}")
+    except ApiError as error:
+        if error.status == 404:
+            return Row("RuntimeClass", "fail", f"there is no {name!r}", "kubectl get runtimeclasses")
+        return Row("RuntimeClass", "warn", f"{name!r} may not be read")
+    return Row("RuntimeClass", "ok", f"{name}, handler {found.get('handler')}")

@@ -1,0 +1,96 @@
+"""``rlsandbox template``: what sandbox templates of a cluster must carry; the rights of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from importlib import resources
+from typing import Any
+
+import click
+
+from ..backends.registry import backend_class
+from ..errors import ConfigError
+from ..spec import Spec
+from .common import json_option, print_json
+
+
+@click.group()
+def command() -> None:
+    """Sandbox templates of a cluster: what they must carry, and whether they do."""
+
+
+def _extra() -> None:
+    backend_class("kubernetes")  # a clear word where its extra is not installed
+
+
+@command.command()
+@click.option("--image", metavar="IMAGE", default="YOUR-IMAGE", show_default=True)
+@click.option(
+    "--mode", type=click.Choice(["overlay", "userns", "replace"]), default="overlay", show_default=True
+)
+@click.option("--memory", metavar="SIZE", help="Such as 2GiB.")
+@click.option("--cpu", type=float, metavar="CORES")
+@click.option("--arch", default=None, metavar="ARCH", help="x86_64 or aarch64; default this machine's.")
+@click.option("--keeper", "with_keeper", is_flag=True, help="Also the keeper's ConfigMap (300 KB of base64).")
+def show(
+    image: str, mode: str, memory: str | None, cpu: float | None, arch: str | None, with_keeper: bool
+) -> None:
+    """A SandboxTemplate and SandboxWarmPool, ready to be changed and applied (JSON, which is YAML)."""
+    _extra()
+    from ..backends.kubernetes import manifests
+    from ..keeper.build import keeper_binary, machine
+
+    arch = arch or machine()
+    if arch not in manifests.ARCH:
+        raise ConfigError(f"--arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")
+    keeper = manifests.keeper_config_map(keeper_binary(arch, variant="small"), arch)
+    spec = Spec(image=image, memory=memory, cpu=cpu, network="host" if mode == "replace" else "none")
+    pod = manifests.pod_spec(spec, manifests.Shape(mode=mode, arch=arch), keeper["metadata"]["name"])
+    made = [
+        manifests.template("rlsandbox-example", pod),
+        manifests.warm_pool("rlsandbox-example", "rlsandbox-example", 2),
+    ]
+    for item in [*([keeper] if with_keeper else []), *made]:
+        click.echo("---\n" + json.dumps(item, indent=2))
+
+
+@command.command()
+@click.argument("name")
+@click.option("--context", metavar="NAME", help="Of the kubeconfig.")
+@click.option("--namespace", metavar="NAME", help="Of the template.")
+@json_option
+def check(name: str, context: str | None, namespace: str | None, as_json: bool) -> int:
+    """Whether SandboxTemplate NAME can be used with Kubernetes(template=...). Exit status 1: it cannot."""
+    _extra()
+    found = asyncio.run(_check(name, context, namespace))
+    if as_json:
+        print_json({"template": name, "ok": not found, "problems": found})
+    else:
+        for line in found:
+            click.echo(f"- {line}")
+        click.echo("it can be used" if not found else "see: rlsandbox template show")
+    return int(bool(found))
+
+
+async def _check(name: str, context: str | None, namespace: str | None) -> list[str]:
+    from ..backends.kubernetes.api import Api, ApiError
+    from ..backends.kubernetes.cluster import Paths
+    from ..backends.kubernetes.stanza import problems
+
+    api = await Api.connect(context=context, namespace=namespace)
+    try:
+        template: dict[str, Any] = await api.get(f"{Paths(api.namespace).templates}/{name}")
+    except ApiError as error:
+        if error.status == 404:
+            raise ConfigError(f"namespace {api.namespace!r} has no SandboxTemplate {name!r}") from error
+        raise
+    finally:
+        await api.close()
+    return problems(template["spec"]["podTemplate"]["spec"])
+
+
+@command.command()
+def rbac() -> None:
+    """The least rights that a run needs, as YAML."""
+    click.echo(resources.files("rlsandbox").joinpath("backends/kubernetes/rbac.yaml").read_text(), nl=False)
