@@ -119,7 +119,8 @@ class Book:
             breaker = Breaker(
                 self.rng, threshold=self.config.breaker_threshold, patience_s=self.config.patience_s
             )
-            room = self.specs[spec] = SpecState(spec, breaker)
+            early = Breaker(self.rng, patience_s=self.config.patience_s)
+            room = self.specs[spec] = SpecState(spec, breaker, early)
         return room
 
     def touch(self, room: SpecState) -> None:

@@ -216,6 +216,8 @@ def why(core: Book, claim: PoolClaim) -> str:
     if breaker.cause is not None:
         times = "once" if breaker.failures == 1 else f"{breaker.failures} times in a row"
         parts.append(f"creating it failed {times}: {breaker.cause.message}")
+    if room.early.cause is not None and core.now < room.early.retry_at:
+        parts.append(room.early.cause.message)
     if claim.layer is not None:
         layer_breaker = core.layer_breakers.get((room.digest, claim.layer))
         if layer_breaker is not None and layer_breaker.cause is not None:

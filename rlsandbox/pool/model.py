@@ -36,6 +36,7 @@ class CoreConfig:
         spread_s: how long a claim gives way to specs that have fewer members, per member of its own spec.
         idle_timeout_s: how long a ready member beyond *size* is kept.
         full_s: how long a place that seemed full is taken to hold no more.
+        young_s: a ready member that dies unused within this time was made badly: its successor waits.
         stuck_s: how long a removal may take before nobody counts on its place any more.
     """
 
@@ -53,6 +54,7 @@ class CoreConfig:
     idle_timeout_s: float = 300.0
     stuck_s: float = 15.0
     full_s: float = 120.0
+    young_s: float = 5.0
 
     def __post_init__(self) -> None:
         if self.ceiling < 1 or self.size < 0 or self.max_creating < 1:
@@ -119,11 +121,11 @@ class SpecState:
     """What the core knows about one spec."""
 
     __slots__ = (
-        "ahead", "breaker", "claimed", "creating", "digest", "expected", "idle", "idle_n", "leaving",
+        "ahead", "breaker", "claimed", "creating", "digest", "early", "expected", "idle", "idle_n", "leaving",
         "need_key", "preparing", "preparing_n", "priming", "queue", "recent", "recent_n", "short",
     )  # fmt: skip
 
-    def __init__(self, digest: str, breaker: Breaker) -> None:
+    def __init__(self, digest: str, breaker: Breaker, early: Breaker) -> None:
         self.digest = digest
         self.queue: dict[int, PoolClaim] = {}
         self.idle: dict[str | None, dict[str, PoolMember]] = {}
@@ -140,6 +142,8 @@ class SpecState:
         """Layers of the last claims, and how often each is among them."""
         self.recent_n: dict[str | None, int] = {}
         self.breaker = breaker
+        self.early = early
+        """Of members that die soon after they were made, before anybody used them."""
         self.short = 0
         """Claims beyond what is ready or coming."""
         self.need_key: float | None = None

@@ -9,6 +9,8 @@ from .book import Book
 from .model import PoolMember, Reset, SpecState, State
 from .refill import Backoff, Breaker, Cause
 
+_LONG_AGO_S = 60.0
+
 
 class Outcomes(Book):
     """The half of :class:`~.core.Core` that hears how things went. Every method is an event."""
@@ -124,6 +126,7 @@ class Outcomes(Book):
         if member is None or member.state is not State.RESETTING:
             return
         self.counters.recycled += member.used
+        self.specs[member.spec].early.succeeded()
         if member.target is not None and not member.used:
             self.layer_breakers.pop((member.spec, member.target), None)
         member.prepared_at = self.now
@@ -176,6 +179,8 @@ class Outcomes(Book):
             return
         if member.state is State.IDLE:
             self.counters.died_idle += 1
+            if not member.used and self.now - member.made_at < self.config.young_s:
+                self._died_young(member, cause)
         elif member.state is State.CLAIMED:
             self.counters.died_claimed += 1
         elif cause.kind == "sandbox_died":
@@ -189,6 +194,16 @@ class Outcomes(Book):
         if fresh:
             self._never_ready(member, layer, cause)
         self._settle()
+
+    def _died_young(self, member: PoolMember, cause: Cause) -> None:
+        """What was just made is gone: its successor waits, or they would come and go as fast as they can."""
+        early = self.specs[member.spec].early
+        if early.failed_at is not None and member.made_from <= early.failed_at:
+            return  # what ended many at once counts once
+        if early.failed_at is not None and self.now - early.failed_at > _LONG_AGO_S:
+            early.succeeded()
+        early.failed(self.now, Cause(cause.kind, f"it dies soon after it was made: {cause.message}"))
+        self.retry(early.retry_at, "s" + member.spec)
 
     def _never_ready(self, member: PoolMember, layer: str | None, cause: Cause) -> None:
         """A member that nobody had used could not be brought onto *layer*: its successor may not either.

@@ -109,7 +109,7 @@ def _reckon_dirty(core: Book) -> None:
 
 
 def _may_create(core: Book, room: SpecState) -> bool:
-    return room.breaker.allows(core.now, room.creating)
+    return room.breaker.allows(core.now, room.creating) and room.early.allows(core.now, room.creating)
 
 
 def _neediest(core: Book) -> SpecState | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from pathlib import Path
 
 from ...errors import ProvisionError, UnsupportedError
@@ -15,6 +16,7 @@ from .ids import chosen, detect
 from .roots import Roots
 from .state import RunState
 
+_SOON_S = 1.0
 log = logging.getLogger("rlsandbox.local")
 
 
@@ -51,7 +53,7 @@ class Hubs:
                 self._hub = None
             if self._hub is None:
                 await self._begin()
-                binary = await asyncio.to_thread(keeper_binary)
+                binary = await _keeper()
                 self._refused = None
                 try:
                     self._hub = await _start(binary)
@@ -88,6 +90,18 @@ class Hubs:
                 await worker.call("remove", {"path": str(self.upper_place)}, detect())
             self.upper_place = None
             await asyncio.to_thread(run.end)
+
+
+async def _keeper() -> Path:
+    """The keeper's program; where it has to be compiled first, that is said: it may take a minute."""
+    finding = asyncio.ensure_future(asyncio.to_thread(keeper_binary))
+    done, _ = await asyncio.wait({finding}, timeout=_SOON_S)
+    if not done:
+        note = "compiling the keeper, once for this version: up to a minute on a busy machine"
+        log.warning("%s", note)
+        if sys.stderr is not None and sys.stderr.isatty():
+            print(f"rlsandbox: {note}", file=sys.stderr)
+    return await finding
 
 
 async def _ended(hub: HubClient) -> None:

@@ -335,3 +335,50 @@ def test_members_that_never_get_ready_are_not_replaced_as_fast_as_the_machine_ca
     assert [r.claim for r in refused] == [claim.id]
     assert "it went wrong" in refused[0].message
     assert made < 10
+
+
+def lifetimes(pool: Core, seconds: float, life: float) -> int:
+    """Let every ready member die *life* seconds after it was made; how many were made."""
+    made, now, born = 0, 0.0, {}
+    while now < seconds:
+        actions, pool.actions = pool.actions, []
+        for action in actions:
+            match action:
+                case Provision(member):
+                    pool.provisioned(member, now)
+                    made, born[member] = made + 1, now
+                case Dispose(member):
+                    pool.disposed(member, now)
+        for name in [n for n, at in born.items() if now - at >= life]:
+            del born[name]
+            pool.lost(name, Cause("sandbox_died", "its keeper is gone"), now)
+        now += 0.001 if pool.actions else 0.01
+        pool.tick(now)
+    return made
+
+
+def test_members_that_die_as_soon_as_they_are_ready_are_replaced_ever_more_slowly() -> None:
+    """An image whose first process ends at once, a machine that kills what is new."""
+    pool = core(size=4)
+    pool.tick(0.0)
+    assert 5 <= lifetimes(pool, 60.0, 0.001) < 100  # (by the thousand without a pause)
+    assert "it dies soon after it was made: its keeper is gone" in pool.why(pool.claim("A", None, 60.0))
+
+
+def test_members_that_die_later_are_replaced_at_once() -> None:
+    pool = core(size=1)
+    pool.tick(0.0)
+    assert lifetimes(pool, 60.0, 6.0) >= 9
+
+
+def test_many_that_die_young_in_one_moment_are_one_failure() -> None:
+    """A hub that is killed takes all along: that says nothing about the next one's."""
+    pool = core(size=4)
+    pool.tick(0.0)
+    play(pool, 0.0)
+    for name in list(pool.idle):
+        pool.lost(name, OOPS, 1.0)
+    play(pool, 1.0)
+    pool.tick(1.3)
+    play(pool, 1.3)
+    assert pool.n[State.IDLE] == 4
