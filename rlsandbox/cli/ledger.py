@@ -23,6 +23,7 @@ from .reap import parse_duration
 if TYPE_CHECKING:
     from ..ledger.records import Book, RolloutLog
 
+_NAMED = 5
 NO_RUNS = "no runs yet"
 
 _runs = click.argument("runs", nargs=-1, metavar="[RUN|FILE]...")
@@ -259,7 +260,13 @@ def _files(runs: tuple[str, ...], directory: str | None) -> list[Path]:
         ]
         if not found:
             names = [ledger.stem for ledger in _ledgers(place)]
-            raise ConfigError(f"there is no run and no ledger file {run!r} (in {place}){nearest(run, names)}")
+            if path.is_file():
+                known = ", ".join((*places.SUFFIXES, ".jsonl"))
+                raise ConfigError(f"{run} is no ledger file: those end in {known}")
+            near = nearest(run, names)
+            if near.startswith("; known") and len(names) > _NAMED:
+                near = f"; the last: {', '.join(names[-_NAMED:])} (of {len(names)})"
+            raise ConfigError(f"there is no run and no ledger file {run!r} (in {place}){near}")
         files += reading.run_files(found[0])
     return list(dict.fromkeys(files))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import io
 import json
 import logging
 import os
@@ -126,6 +127,9 @@ def run_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], logs: _Logs) -> int:
+    # In a locale that is no UTF-8 a character that cannot be shown must not cost the answer.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
     try:
         result = group.main(args=arguments, prog_name="rlsandbox", standalone_mode=False, obj=logs)
         sys.stdout.flush()

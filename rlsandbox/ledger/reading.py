@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
 import tempfile
@@ -83,7 +84,8 @@ def _rows(path: Path) -> list[Row]:
 
 
 def _query(path: Path, how: str) -> list[Row]:
-    uri = f"file:{quote(str(path))}?{how}"
+    # (by its bytes: in the C locale a name that is not ASCII is no text that could be encoded)
+    uri = f"file:{quote(os.fsencode(path))}?{how}"
     with closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as db:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
