@@ -202,7 +202,7 @@ class Cluster(Handle):
     def _populate(self, kwok: int) -> None:
         """CRDs, rights, the runtime class, fake nodes."""
         place = build.parts()["agent-sandbox"].place
-        things = [objects.runtime_class(), *objects.rights(), *objects.kwok_nodes(range(kwok))]
+        things = [objects.runtime_class(), *objects.rights(), *objects.kwok_nodes(range(kwok), configs.KWOK)]
         text = "\n---\n".join(
             [path.read_text() for path in sorted([*place.glob("crds/*.yaml"), *place.glob("rbac/*.yaml")])]
             + [json.dumps(thing) for thing in things]

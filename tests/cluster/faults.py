@@ -199,8 +199,15 @@ class Faults:
             self.cluster.resume(f"kubelet-{node}")
 
     def remove_image(self, node: str, image: str) -> None:
-        """Take an image from a node, so that the next pod there has to pull it."""
-        self.cluster.ctr(node, "images", "rm", "--sync", image)
+        """Take an image from a node under all its names, so that the next pod there has to pull it again.
+
+        Layers that other images of the node have too stay; an image that is not there is none to remove.
+        """
+        rows = [line.split() for line in self.cluster.ctr(node, "images", "ls").splitlines()[1:]]
+        digests = {row[2] for row in rows if row[0] == image}
+        names = [row[0] for row in rows if row[2] in digests]
+        if names:
+            self.cluster.ctr(node, "images", "rm", "--sync", *names)
 
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         with socket.socket(socket.AF_UNIX) as plain:

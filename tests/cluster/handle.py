@@ -106,7 +106,7 @@ class Handle:
             return pid
 
     def parts(self) -> dict[str, dict[str, Any]]:
-        """Each part that was started: its pid inside, ``state`` (running, paused, ended), starts, exit code."""
+        """Each part that was started: its pid inside, ``state`` (running, paused, ending, ended), starts, exit code."""
         parts: dict[str, dict[str, Any]] = self.ask("list")
         return parts
 

@@ -57,8 +57,9 @@ def rights() -> list[Object]:
     ]
 
 
-def kwok_nodes(numbers: Iterable[int], pods: int = 1000) -> list[Object]:
-    """Fake nodes; tainted, so that only what asks for them is put there."""
+def kwok_nodes(numbers: Iterable[int], address: str, pods: int = 1000) -> list[Object]:
+    """Fake nodes behind KWOK's *address*; tainted, so that only what asks for them is put there."""
+    size = {"cpu": "64", "memory": "256Gi", "ephemeral-storage": "500Gi", "pods": str(pods)}
     return [
         {
             "apiVersion": "v1",
@@ -74,8 +75,12 @@ def kwok_nodes(numbers: Iterable[int], pods: int = 1000) -> list[Object]:
             },
             "spec": {"taints": [{"key": "rlsandbox.test/kwok", "effect": "NoSchedule"}]},
             "status": {
-                key: {"cpu": "64", "memory": "256Gi", "ephemeral-storage": "500Gi", "pods": str(pods)}
-                for key in ("allocatable", "capacity")
+                "addresses": [
+                    {"type": "InternalIP", "address": address},
+                    {"type": "Hostname", "address": f"kwok-{number}"},
+                ],
+                "allocatable": size,
+                "capacity": size,
             },
         }
         for number in numbers

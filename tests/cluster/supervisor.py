@@ -179,14 +179,14 @@ class Supervisor:
 
 
 def _state(pid: int) -> str:
-    """running, paused or ended."""
+    """running, paused, ending (some of its threads live on) or ended."""
     if not pid:
         return "ended"
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return "ended"
-    return "paused" if letter in "Tt" else "ended" if letter in "ZX" else "running"
+        return "ending"
+    return "paused" if letter in "Tt" else "ending" if letter in "ZX" else "running"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ def test_a_pod_reaches_its_neighbours_the_api_and_the_metadata_address(
         ready_pod(kube, namespace, objects.pod(f"p{number}", TEST, serve, nodeName=node.name))
     address = kube.get(pods(namespace, "p1"))["status"]["podIP"]
     assert run_in(cluster, namespace, "p0", ["wget", "-qO-", f"http://{address}:8000/"]).stdout == "hello\n"
-    script = f"nc -w 2 -z {METADATA} 80 && nc -w 2 -z $KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT && echo both"
+    targets = (f"{METADATA} 80", "$KUBERNETES_SERVICE_HOST $KUBERNETES_SERVICE_PORT")
+    script = " && ".join([*(f"nc -w 2 {target} </dev/null" for target in targets), "echo both"])
     said = run_in(cluster, namespace, "p0", ["sh", "-c", script])
     assert said.stdout == "both\n", said.stderr
 
