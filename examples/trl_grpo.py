@@ -1,7 +1,7 @@
 """GRPO with TRL on a CPU: a tiny model, made here, learns by what it does in real local sandboxes.
 
     python examples/trl_grpo.py                       # the log, the rewards, trl_grpo.png
-    python examples/trl_grpo.py --compare cold,warm   # a few steps of tasks with a slow setup, twice:
+    python examples/trl_grpo.py --compare cold,warm   # a few steps of tasks with a slow setup, by turns:
                                                       # sandboxes made when they are needed, and ahead
 
 The model has two layers and bytes for a vocabulary, and knows nothing. What it writes goes into a file in its
@@ -17,9 +17,9 @@ import tempfile
 from typing import Any
 
 import torch
-from rlsandbox_trl import SandboxCallback, SandboxTraining
+from rlsandbox_trl import SandboxCallback, SandboxTraining, leave_out_missing, look_ahead, parallel_tools
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import rlsandbox as rls
@@ -61,7 +61,7 @@ def model(words: Bytes) -> LlamaForCausalLM:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=4, max_position_embeddings=512, eos_token_id=words.eos_token_id,
+            num_attention_heads=4, max_position_embeddings=1024, eos_token_id=words.eos_token_id,
             pad_token_id=words.pad_token_id, bos_token_id=words.eos_token_id,
         )
     )  # fmt: skip
@@ -80,39 +80,34 @@ def tasks(n: int, setup: str | None = None) -> list[rls.Task]:
     ]
 
 
-def train(
-    steps: int, batch: int, *, warm: bool = True, setup: str | None = None, quiet: bool = False
-) -> list[dict[str, float]]:
-    """The trainer's own log, step by step."""
+def trainer_of(sandboxes: SandboxTraining, place: str, steps: int, batch: int, **options: Any) -> Any:
     words = tokenizer()
-    options: dict[str, Any] = {"size": batch} if warm else {"size": 1, "max_size": batch}
-    sandboxes = SandboxTraining(tasks(8, setup), tools=["write_file"], **options)  # one
-    with tempfile.TemporaryDirectory() as place:
-        trainer = GRPOTrainer(
-            model=model(words),
-            processing_class=words,
-            train_dataset=sandboxes.dataset,
-            environment_factory=sandboxes,
-            args=GRPOConfig(
-                output_dir=place, max_steps=steps, per_device_train_batch_size=batch,
-                num_generations=batch // 2,
-                max_completion_length=12, max_tool_calling_iterations=1, learning_rate=2e-2,
-                lr_scheduler_type="constant", logging_steps=1, save_strategy="no", report_to=[], use_cpu=True,
-                bf16=False, beta=0.0, disable_tqdm=True, seed=1,
-            ),
-        )  # fmt: skip
-        if warm:
-            sandboxes.attach(trainer)  # two
-            sandboxes.pool.expect(sandboxes.tasks.values(), group_size=batch // 8)
-            sandboxes.pool.wait_ready(timeout=60)
-        else:
-            trainer.add_callback(SandboxCallback(trainer, sandboxes.pool))  # the numbers only
-        if quiet:
-            from transformers import PrinterCallback
+    return GRPOTrainer(
+        model=model(words),
+        processing_class=words,
+        train_dataset=sandboxes.dataset,
+        environment_factory=sandboxes,
+        args=GRPOConfig(
+            output_dir=place, max_steps=steps, per_device_train_batch_size=batch, num_generations=batch // 2,
+            max_tool_calling_iterations=1, learning_rate=2e-2, lr_scheduler_type="constant", logging_steps=1,
+            save_strategy="no", report_to=[], bf16=False, beta=0.0, disable_tqdm=True, seed=1,
+            **{"max_completion_length": 12, "use_cpu": True, **options},
+        ),
+    )  # fmt: skip
 
-            trainer.remove_callback(PrinterCallback)
-        trainer.train()
+
+def log_of(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "reward" in entry]
+
+
+def train(steps: int, batch: int) -> list[dict[str, float]]:
+    """The trainer's own log, step by step."""
+    sandboxes = SandboxTraining(tasks(8), tools=["write_file"], size=batch)  # one
+    with tempfile.TemporaryDirectory() as place:
+        trainer = trainer_of(sandboxes, place, steps, batch)
+        sandboxes.attach(trainer)  # two
+        trainer.train()
+    return log_of(trainer)
 
 
 def plot(log: list[dict[str, float]], path: str) -> None:
@@ -130,19 +125,40 @@ def plot(log: list[dict[str, float]], path: str) -> None:
     figure.savefig(path)
 
 
+def warm_or_cold(name: str, steps: int, batch: int, **options: Any) -> list[dict[str, float]]:
+    """Tasks whose setup takes a third of a second; a generation takes longer than that.
+
+    ``cold`` makes a sandbox, and does its setup, when a rollout asks for it (a pool keeps one at least);
+    ``warm`` has them ready, and reads in the trainer's sampler which tasks come next. Nothing else differs.
+    """
+    warm = name == "warm"
+    # Room for the next tasks' setups while all rollouts hold a sandbox.
+    room: dict[str, Any] = {"size": batch + 4 if warm else 1, "max_size": batch + 4}
+    sandboxes = SandboxTraining(tasks(2 * steps, setup="sleep 0.3"), tools=["write_file"], **room)
+    with tempfile.TemporaryDirectory() as place:
+        trainer = trainer_of(sandboxes, place, steps, batch, max_completion_length=250, **options)
+        parallel_tools(trainer)
+        leave_out_missing(trainer)
+        look_ahead(trainer, sandboxes, expect=warm)
+        trainer.add_callback(SandboxCallback(trainer, lambda: sandboxes.pool))
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return log_of(trainer)[1:]  # before the first step nobody could look ahead
+
+
 def compare(names: list[str], steps: int, batch: int) -> None:
-    rows = []
-    for name in names:  # four steps see each task once
-        log = train(steps, batch, warm=name == "warm", setup="sleep 0.5", quiet=True)
-        mean = {
-            key: statistics.fmean(entry[key] for entry in log if key in entry)
-            for key in ("sandbox/ttfc/mean", "sandbox/ttfc/max", "step_time", "sandbox/idle_ratio")
-        }
-        rows.append((name, mean))
-    print(f"{'pool':6} {'TTFC mean':>10} {'TTFC max':>10} {'step':>8} {'idle ratio':>11}")
-    for name, mean in rows:
-        ttfc, most, step, idle = mean.values()
-        print(f"{name:6} {ttfc:8.3f} s {most:8.3f} s {step:6.2f} s {idle:11.3f}")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    for turn in (names, names[::-1]):
+        for name in turn:
+            found[name] += warm_or_cold(name, steps, batch)
+    print(f"{'pool':6} {'steps':>6} {'TTFC mean':>10} {'TTFC max':>10} {'step':>8} {'idle ratio':>11}")
+    for name, log in found.items():
+        ttfc, step, idle = (
+            statistics.fmean(entry[key] for entry in log)
+            for key in ("sandbox/ttfc/mean", "step_time", "sandbox/idle_ratio")
+        )
+        most = max(entry["sandbox/ttfc/max"] for entry in log)
+        print(f"{name:6} {len(log):6} {ttfc:8.3f} s {most:8.3f} s {step:6.2f} s {idle:11.3f}")
 
 
 def main() -> None:
@@ -154,7 +170,7 @@ def main() -> None:
     asked = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
     if asked.compare:
-        compare(asked.compare.split(","), min(asked.steps, 4), asked.batch)
+        compare(asked.compare.split(","), min(asked.steps, 5), asked.batch)
         return
     log = train(asked.steps, asked.batch)
     few = max(1, len(log) // 8)

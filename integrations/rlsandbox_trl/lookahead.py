@@ -70,19 +70,23 @@ class Peeking:
         return []
 
 
-def look_ahead(trainer: Any, training: SandboxTraining) -> None:
-    """Begin a batch's claims together, and expect the next batch while this one is generated."""
+def look_ahead(trainer: Any, training: SandboxTraining, *, expect: bool = True) -> None:
+    """Begin a batch's claims together, and expect the next batch while this one is generated.
+
+    Args:
+        expect: False: only the claims; the pool is not told what comes next.
+    """
     versions.require()
     missing = [name for name in NEEDED if not callable(getattr(trainer, name, None))]
     if missing:
         log.warning("the trainer has no %s: sandboxes are claimed one after the other", missing[0])
         return
-    attach(trainer, _LookAhead(trainer, training))
+    attach(trainer, _LookAhead(trainer, training, expect))
 
 
 class _LookAhead(Part):
-    def __init__(self, trainer: Any, training: SandboxTraining) -> None:
-        self._trainer, self._training = trainer, training
+    def __init__(self, trainer: Any, training: SandboxTraining, expect: bool) -> None:
+        self._trainer, self._training, self._expect = trainer, training, expect
         self._peeking: Peeking | None = None
         self._ids: list[str] = []
         self._next: list[rls.Task] = []
@@ -116,6 +120,6 @@ class _LookAhead(Part):
 
     def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         # After the resets: each claim takes off one of what is expected.
-        if self._next and self._trainer.accelerator.is_main_process:
+        if self._expect and self._next and self._trainer.accelerator.is_main_process:
             self._training.pool.expect(self._next, replace=True)
         return original(*args, **kwargs)

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -212,3 +213,24 @@ def test_a_factory_that_is_sent_to_another_process_uses_the_same_pool(example: A
         assert done.stdout.decode().split()[-1:] == ["0.75"], done.stderr.decode()
         assert [record.reward for record in pool.report().records] == [0.75]
         assert pool.stats().live <= 1
+
+
+def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_trainer: Any) -> None:
+    """Where a generation takes longer than making ready, nobody waits for a setup again."""
+    sandboxes = SandboxTraining(example.tasks(6, setup="true"), tools=["write_file"], size=8)
+    trainer = make_trainer(sandboxes, max_steps=3)
+    pool, plain, missed = sandboxes.pool, trainer._generate_single_turn, []
+
+    def long_one(*args: Any, **kwargs: Any) -> Any:
+        ready = min(6, 2 * (trainer.state.global_step + 2))  # two prompts a step, and the two that come next
+        until = time.monotonic() + 60
+        while pool.stats().primed < ready:
+            assert time.monotonic() < until, pool.stats()
+            time.sleep(0.01)
+        missed.append(pool.stats().layer_misses)
+        return plain(*args, **kwargs)
+
+    trainer._generate_single_turn = long_one
+    trainer.train()
+    assert missed[0] > 0 and missed[-1] == missed[0]  # the claims of steps two and three have missed nothing
+    assert pool.report().completed == 12
