@@ -38,7 +38,8 @@ def main() -> int:
         row = {label: statistics.fmean(entry[key] for entry in log) for label, key in keys.items()}
         rows.append({"pool": name, **row, "busy": share, "why": device.why})
         busy = f"{share:.3f}" if share is not None else f"not measured ({device.why})"
-        print(f"{name:6} idle ratio {row['idle ratio']:.3f}  NVML busy {busy}  step {row['step']:.2f} s", flush=True)
+        idle, step = row["idle ratio"], row["step"]
+        print(f"{name:6} idle ratio {idle:.3f}  NVML busy {busy}  step {step:.2f} s", flush=True)
     if asked.json:
         with open(asked.json, "w") as file:
             json.dump(rows, file, indent=1)

@@ -5,15 +5,14 @@
 All have the same tiny model, the same prompts and a tool that takes no time. ``wrapped`` has everything that
 is put around the trainer (parallel tools, the callback and its numbers, broken rollouts left out), and no
 sandbox: what that adds is the overhead. ``sandboxes`` claims one for each rollout, resets and verifies it, on
-the same CPUs. The trainers take turns and write the same completions; each step is compared with the same
-step of the bare trainer.
+the same CPUs. The trainers take turns and do exactly the same work in each round; of each step the fastest
+round counts, which is the one that other load on the machine disturbed least.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
 import time
 from typing import Any
@@ -66,17 +65,17 @@ class Idle(SandboxEnvironment):
 
 
 class Times(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each step; the first of a training warms up."""
+    """Seconds of each step, round by round; the first of a training warms up."""
 
     def __init__(self) -> None:
-        self.steps: list[float] = []
+        self.steps: list[list[float]] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 1:
-            self.steps.append(time.perf_counter() - self.began)
+            self.steps[-1].append(time.perf_counter() - self.began)
 
 
 def trainer_of(factory: Any, dataset: Any, place: str, steps: int, batch: int) -> tuple[Any, Times]:
@@ -118,15 +117,16 @@ def main() -> None:
         pool.wait_ready(timeout=60)
         for n in range(asked.rounds):
             for name in list(kinds)[:: -1 if n % 2 else 1]:
-                kinds[name][0].args.seed = n  # the same completions for all
-                kinds[name][0].train()
-    bare = kinds["bare"][1].steps
-    print(f"{'':9} {'steps':>6} {'median':>10} {'added to each step (median)':>28}")
-    for name, (_, times) in kinds.items():
-        added = statistics.median(mine - its for mine, its in zip(times.steps, bare, strict=True))
-        share = added / statistics.median(bare)
-        median = statistics.median(times.steps)
-        print(f"{name:9} {len(times.steps):6} {median * 1e3:7.1f} ms {added * 1e3:+14.1f} ms = {share:+6.1%}")
+                trainer, times = kinds[name]
+                times.steps.append([])
+                trainer.train()  # with the same seed each time
+    fastest = {name: [min(step) for step in zip(*t.steps, strict=True)] for name, (_, t) in kinds.items()}
+    bare = sum(fastest["bare"])
+    print(f"{'':9} {'step':>10} {'added':>20}")
+    for name, steps in fastest.items():
+        added = sum(steps) - bare
+        each, more = sum(steps) / len(steps) * 1e3, added / len(steps) * 1e3
+        print(f"{name:9} {each:7.1f} ms {more:+8.1f} ms = {added / bare:+6.1%}")
 
 
 if __name__ == "__main__":
