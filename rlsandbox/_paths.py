@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .errors import ConfigError
+
 
 def home() -> Path:
     """``$RLSANDBOX_HOME``, else ``$XDG_STATE_HOME/rlsandbox``, else ``~/.local/state/rlsandbox``."""
@@ -27,9 +29,26 @@ def cache() -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Make *path* (and what is missing above it) readable by its owner only; returns it."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """Make *path* (and what is missing above it) readable by its owner only; returns it.
+
+    Raises:
+        ConfigError: it cannot be made, or nothing can be written there.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise _unusable(path, error.strerror or str(error)) from error
+    if not writable:
+        raise _unusable(path, "it is not writable")
     return path
+
+
+def _unusable(path: Path, why: str) -> ConfigError:
+    return ConfigError(
+        f"the directory {path} cannot be used: {why}",
+        hint="set RLSANDBOX_HOME (and RLSANDBOX_CACHE) to a directory of yours on a local disk",
+    )
 
 
 def _place(variable: str, xdg: str, fallback: str) -> Path:

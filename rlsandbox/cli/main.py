@@ -127,8 +127,8 @@ def run_main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], logs: _Logs) -> int:
-    # In a locale that is no UTF-8 a character that cannot be shown must not cost the answer.
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # A character that the locale cannot show, or a name that is no text, must not cost the answer.
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
     try:
         result = group.main(args=arguments, prog_name="rlsandbox", standalone_mode=False, obj=logs)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ... import _paths
+from ...errors import ConfigError
 from ...spec import Spec
 from . import limits
 
@@ -92,6 +93,9 @@ def _disk() -> list[Row]:
         try:
             _paths.private_directory(path)
             space = os.statvfs(path)
+        except ConfigError as error:
+            rows.append(Row(name, "fail", error.message, f"set {fix} to a directory of yours"))
+            continue
         except OSError as error:
             text = f"{path}: {error.strerror}"
             rows.append(Row(name, "fail", text, f"set {fix} to a directory of yours"))

@@ -1,0 +1,70 @@
+"""Places of our own that cannot be used: one line that says what to set."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlsandbox import _paths
+from rlsandbox.backends import keeper_binary
+from rlsandbox.backends.local.state import RunState
+from rlsandbox.errors import ConfigError
+
+SAYS = r"cannot be used: .*Not a directory.*set RLSANDBOX_HOME"
+
+
+def test_a_directory_that_cannot_be_made_is_the_caller_s_to_mend(tmp_path: Path) -> None:
+    made = _paths.private_directory(tmp_path / "a" / "b")
+    assert made.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ConfigError, match=SAYS):
+        _paths.private_directory(tmp_path / "file" / "x")
+
+
+def test_whoever_needs_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("RLSANDBOX_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.delenv("RLSANDBOX_KEEPER", raising=False)
+    with pytest.raises(ConfigError, match=SAYS):
+        keeper_binary("aarch64")
+    with pytest.raises(ConfigError, match=SAYS):
+        RunState.begin(tmp_path / "file")
+
+
+@pytest.mark.parametrize("variable", ["RLSANDBOX_CACHE", "RLSANDBOX_HOME"])
+def test_the_command_line_says_it_in_one_line(tmp_path: Path, variable: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    places = {"RLSANDBOX_HOME": str(tmp_path / "home"), "RLSANDBOX_CACHE": str(tmp_path / "cache")}
+    places[variable] = str(tmp_path / "file" / "x")
+    done = subprocess.run(
+        [sys.executable, "-m", "rlsandbox", "run", "--limit", "1", "--size", "1"],
+        env={"PATH": "/usr/bin:/bin", **places}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 2, done
+    (line,) = done.stderr.splitlines()
+    assert str(tmp_path / "file") in line and "RLSANDBOX_HOME" in line
+
+
+def test_a_home_that_is_not_ascii_in_a_locale_that_is(tmp_path: Path) -> None:
+    home = tmp_path / "h\u00f6m\u00e9"
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    for command in (
+        ["simulate", "--specs", "3", "--json"],
+        ["ledger", "show"],
+        ["doctor"],
+        ["config", "show"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "rlsandbox", *command],
+            env={"PATH": "/usr/bin:/bin", "RLSANDBOX_HOME": str(home), **locale}, capture_output=True, timeout=120,
+        )  # fmt: skip
+        assert b"internal error" not in done.stderr, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", "import rlsandbox as r; r.Pool(size=1, config=False).close()"],
+        env={"PATH": "/usr/bin:/bin", "RLSANDBOX_HOME": str(home), **locale}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert list(home.glob("*.db"))
