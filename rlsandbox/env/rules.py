@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 from gymnasium import Space, spaces
 
+from .._settings import nearest
 from ..errors import ConfigError
 from ..results import CommandResult, Failure, Outcome
 from ..task import Task
@@ -111,6 +112,9 @@ class Rules:
         self.submit = submit
         self.max_steps = max_steps
         self.reset_timeout = reset_timeout
+        for name, value in (("observe", observe), ("reward_fn", reward_fn)):
+            if value is not None and not callable(value):
+                raise ConfigError(f"{name} must be a function, not {type(value).__name__}")
         if not isinstance(submit, str) or not submit:
             raise ConfigError(f"submit must be a text that is not empty, not {submit!r}")
         if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 1):
@@ -137,7 +141,8 @@ class Rules:
 
     def chosen(self, options: dict[str, Any] | None) -> Task | None:
         """The task that ``options={"task": ...}`` names: a Task, an id, or an index."""
-        if not options or options.get("task") is None:
+        options = options_of(options, "task")
+        if options.get("task") is None:
             return None
         wanted = options["task"]
         if isinstance(wanted, Task):
@@ -248,3 +253,15 @@ def _load(tasks: str | Iterable[Task] | None) -> list[Task]:
             raise ConfigError(f"two tasks are called {task.id!r}; ids are unique")
         seen.add(task.id)
     return found
+
+
+def options_of(options: object, *known: str) -> dict[str, Any]:
+    """The options of a ``reset``. A name that nobody knows would choose another task than was meant."""
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"options must map names to values, not {type(options).__name__}")
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"options: unknown name {name!r}{nearest(str(name), known)}")
+    return dict(options)

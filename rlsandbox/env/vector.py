@@ -17,7 +17,7 @@ from ..errors import ConfigError, SandboxStateError
 from .bridge import Bridge
 from .env import SandboxEnv, leave, rewarded
 from .lane import Lane
-from .rules import Observe, RewardFn, Rules, Turn
+from .rules import Observe, RewardFn, Rules, Turn, options_of
 
 if TYPE_CHECKING:
     from ..task import Task
@@ -103,6 +103,7 @@ class SandboxVectorEnv(VectorEnv[Any, Any, Any]):
             options: ``{"task": ...}`` for all, or a sequence with one for each (None: the next in order);
                 ``{"reset_mask": bool array}`` resets only those.
         """
+        options = options_of(options, "task", "reset_mask")
         which = self._masked(options)
         seeds = self._seeds(seed)
         chosen = self._options(options)

@@ -109,6 +109,22 @@ def test_options_that_name_no_task(env: SandboxEnv, wanted: Any, message: str) -
         env.reset(options={"task": wanted})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tsk": "t1"}, "unknown name 'tsk': did you mean 'task'"), ({"reset_mask": 1}, "unknown name"),
+     ("t1", "must map names to values, not str"), ([("task", "t1")], "not list")],
+)  # fmt: skip
+def test_options_with_a_typo_choose_no_other_task(env: SandboxEnv, options: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        env.reset(options=options)
+
+
+@pytest.mark.parametrize("name", ["observe", "reward_fn"])
+def test_what_must_be_a_function_is_told_when_the_environment_is_made(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be a function, not int"):
+        SandboxEnv(**{name: 3})
+
+
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(raw=st.binary(max_size=60))
 def test_any_bytes_are_inside_the_space(env: SandboxEnv, raw: bytes) -> None:
