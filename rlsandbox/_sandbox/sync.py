@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from .._mirror import mirrors
 from .._portal import Portal
 from ..results import CommandResult, FileInfo, Outcome, Stream
 from ..spec import Spec
@@ -42,6 +43,7 @@ class _CM:
         self._leave()
 
 
+@mirrors(AsyncProcess)
 class Process(_CM):
     """A running command: see :class:`AsyncProcess`. Leaving the block kills it."""
 
@@ -83,6 +85,7 @@ class Process(_CM):
         self._portal.call(self._async.end)
 
 
+@mirrors(AsyncSession)
 class Session(_CM):
     """A shell that keeps its state: see :class:`AsyncSession`."""
 
@@ -116,6 +119,7 @@ class Session(_CM):
         self.close()
 
 
+@mirrors(AsyncSnapshot)
 class Snapshot:
     """A sandbox's files at one moment: see :class:`AsyncSnapshot`."""
 
@@ -146,6 +150,7 @@ class Snapshot:
         self._portal.call(self._async.delete)
 
 
+@mirrors(AsyncSandbox)
 class Sandbox(_CM):
     """A ready sandbox, held for one attempt: see :class:`AsyncSandbox`. Leaving the block releases it."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .._mirror import mirrors
 from .episode import Episode as AsyncEpisode
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .sync import Pool
 
 
+@mirrors(AsyncEpisode)
 class Episode:
     """A rollout of *task* from being asked for to its record. Arguments: see :class:`AsyncEpisode`."""
 

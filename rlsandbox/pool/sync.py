@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from .._mirror import mirrors
 from .._portal import Portal
 from ..results import Record
 from ..task import Task
@@ -34,6 +35,7 @@ Policy = Callable[["Sandbox", Task], Any]
 AT_EXIT_S = 5.0
 
 
+@mirrors(AsyncPool)
 class Pool:
     """A pool of warm sandboxes; with or without ``with``. Arguments: see :class:`AsyncPool`."""
 
@@ -232,6 +234,7 @@ class Pool:
         self.close()
 
 
+@mirrors(AsyncClaim)
 class Claim:
     """See :class:`AsyncClaim`."""
 

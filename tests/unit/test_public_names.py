@@ -107,6 +107,30 @@ def test_both_sides_have_the_same_names(sync: type, asynchronous: type) -> None:
             assert missing == [], f"{asynchronous.__name__}.{name}"
 
 
+INTERNAL = {("claim", "rollout"), ("claim", "ahead")}
+"""Parameters that other parts of the package pass, and nobody else."""
+
+
+@pytest.mark.parametrize(("sync", "asynchronous"), PAIRS, ids=lambda c: c.__name__)
+def test_both_sides_say_the_same(sync: type, asynchronous: type) -> None:
+    """The same parameters in both directions, and documentation that does not send the reader elsewhere."""
+    for name, there in inspect.getmembers(asynchronous, inspect.isfunction):
+        here = getattr(sync, name, None)
+        if name.startswith("_") or here is None:
+            continue
+        wanted = [p for p in _parameters(there) if (name, p[0]) not in INTERNAL]
+        assert _parameters(here) == wanted, f"{sync.__name__}.{name}"
+    for name in dir(sync):
+        here, there = (inspect.getattr_static(cls, name, None) for cls in (sync, asynchronous))
+        if name.startswith("_") or not (
+            inspect.isfunction(here) or isinstance(here, (property, classmethod))
+        ):
+            continue
+        own, theirs = inspect.getdoc(here) or "", inspect.getdoc(there) if there is not None else None
+        assert own or not theirs, f"{sync.__name__}.{name} says nothing"
+        assert "See :meth:`Async" not in own, f"{sync.__name__}.{name}"
+
+
 def _parameters(function: object) -> list[tuple[str, object, object]]:
     signature = inspect.signature(function)  # type: ignore[arg-type]
     return [(p.name, p.kind, p.default) for p in signature.parameters.values()]
