@@ -6,15 +6,15 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .demand import Advice, Bursts
-from .model import State
+from .model import Counters, State
 
 if TYPE_CHECKING:
     from .core import Core
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolStats:
-    """One look at the pool. Counters count from its start; the rest is so now.
+@dataclass(kw_only=True)
+class PoolStats(Counters):
+    """One look at the pool. Counters (those of the core) count from its start; the rest is so now.
 
     Args:
         size: members to be kept ready; ``max_size``: the ceiling; ``live``: members of any state.
@@ -50,36 +50,6 @@ class PoolStats:
     specs: dict[str, dict[str, int]]
     residue: list[str]
     longest_wait_s: float
-    claims: int = 0
-    granted: int = 0
-    warm_hits: int = 0
-    timeouts: int = 0
-    refused: int = 0
-    cancelled: int = 0
-    released: int = 0
-    recycled: int = 0
-    quarantined: int = 0
-    created: int = 0
-    create_failed: int = 0
-    create_gave_up: int = 0
-    disposed: int = 0
-    dispose_failed: int = 0
-    resets: int = 0
-    reset_failed: int = 0
-    primed: int = 0
-    prime_failed: int = 0
-    died_idle: int = 0
-    died_claimed: int = 0
-    died_preparing: int = 0
-    moved: int = 0
-    expired_idle: int = 0
-    strays: int = 0
-    throttled: int = 0
-    writes: int = 0
-    layer_hits: int = 0
-    layer_misses: int = 0
-    layers_evicted: int = 0
-    breaker_trips: int = 0
     advice: Advice = field(default_factory=lambda: Advice(0, None, ""))
 
     def to_dict(self) -> dict[str, Any]:

@@ -116,11 +116,16 @@ _PROBES: tuple[tuple[str, str, bool, str, Callable[[], str]], ...] = (
 )
 _IDS = {
     "idmapped": Row("ids", "ok", "65,536 ids of a sandbox's own, by mapped mounts"),
-    "range": Row("ids", "ok", "65,536 ids: users inside are real"),
+    "range": Row(
+        "ids",
+        "ok",
+        "65,536 ids: users inside are real; the host's own files belong to nobody there, so installing "
+        "packages (dpkg -i, apt) works on an image only",
+    ),
     "one": Row(
         "ids",
         "warn",
-        "one id: everything inside is root's, and user= is refused",
+        "one id: everything inside is root's, user= is refused, and packages cannot be installed (dpkg -i)",
         "install newuidmap (Debian: apt-get install uidmap) and give this user a range: "
         "usermod --add-subuids 100000-165535 --add-subgids 100000-165535 $USER",
     ),
