@@ -9,12 +9,17 @@ from pathlib import Path
 
 from . import advice as _advice
 
-# A hub names its groups after its process and when that began.
-_HUB = re.compile(r"rlsandbox\.(\d+)\.(\d+)")
+# A hub names its groups after its process, when that began, and the pid namespace in which both are so.
+_HUB = re.compile(r"rlsandbox\.(\d+)\.(\d+)\.(\d+)")
 
 
 def dead(proc: str = "/proc") -> list[tuple[int, Path]]:
-    """(process, directory) of the groups of hubs that are no more, wherever a hub of ours would make them."""
+    """(process, directory) of the groups of hubs that are no more, wherever a hub of ours would make them.
+
+    Only of hubs of our own pid namespace: whether one lives in a container that shares the groups with us
+    cannot be told by its number.
+    """
+    space = pid_namespace(proc)
     mounts, own = _mounts(Path(proc, "self/mountinfo")), _own(Path(proc, "self/cgroup"))
     places: dict[Path, None] = {}
     for controller, mount in mounts.items():
@@ -30,9 +35,17 @@ def dead(proc: str = "/proc") -> list[tuple[int, Path]]:
         with contextlib.suppress(OSError):
             for name in os.listdir(place):
                 match = _HUB.fullmatch(name)
-                if match and _born(proc, match.group(1)) != match.group(2):
+                if match and match.group(3) == space and _born(proc, match.group(1)) != match.group(2):
                     found.append((int(match.group(1)), place / name))
     return found
+
+
+def pid_namespace(proc: str = "/proc") -> str:
+    """The number of our pid namespace; ``0`` where it is not told."""
+    try:
+        return str(Path(proc, "self/ns/pid").stat().st_ino)
+    except OSError:
+        return "0"
 
 
 def _born(proc: str, pid: str) -> str:

@@ -79,16 +79,26 @@ static void members_remove(int dir)
         closedir(d);
 }
 
-/* What a hub that was killed left: directories whose hub is no more. */
+/* The number of our pid namespace; 0 where /proc does not tell. */
+static unsigned long long pid_namespace(void)
+{
+    struct stat st;
+    return stat("/proc/self/ns/pid", &st) < 0 ? 0 : (unsigned long long)st.st_ino;
+}
+
+/* What a hub that was killed left: directories whose hub is no more. A hub of another pid namespace (a container
+ * that shares the groups with us) has a process id that means nothing here: its directories are left alone. */
 static void sweep(int dir)
 {
     int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     DIR *d = fd < 0 ? NULL : fdopendir(fd);
     struct dirent *x;
     int pid;
-    unsigned long long born;
+    unsigned long long born, space, ours = pid_namespace();
     while (d && (x = readdir(d))) {
-        if (sscanf(x->d_name, "rlsandbox.%d.%llu", &pid, &born) != 2 || start_time(pid) == born)
+        if (sscanf(x->d_name, "rlsandbox.%d.%llu.%llu", &pid, &born, &space) != 3)
+            continue;
+        if (space != ours || start_time(pid) == born)
             continue;
         int sub = openat(dir, x->d_name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (sub >= 0)
@@ -240,7 +250,8 @@ void cgroups_setup(struct hub *h)
     h->cg.ice = h->cg.ice_base = -1;
     if (cgroups_off)
         return;
-    if (path_join(h->cg.name, sizeof h->cg.name, "rlsandbox.%d.%llu", (int)getpid(), start_time(getpid())) < 0)
+    if (path_join(h->cg.name, sizeof h->cg.name, "rlsandbox.%d.%llu.%llu", (int)getpid(), start_time(getpid()),
+                  pid_namespace()) < 0)
         return;
     setup_v1(h);
     if (h->cg.dir[CG_MEMORY] < 0 && h->cg.dir[CG_PIDS] < 0)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import rlsandbox as rls
 from rlsandbox.backends.local import state
 from rlsandbox.backends.local.ids import detect
 from rlsandbox.backends.local.state import RunState, leftovers, reap
@@ -175,9 +176,12 @@ async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path
     ):
         pytest.skip("no control groups can be made here")
     place = cgroups._below(mounts[kind], own[kind])
+    space = cgroups.pid_namespace()
     process = subprocess.Popen(["sleep", "600"])
-    group = place / f"rlsandbox.{process.pid}.1"  # that process began at another time: it is not the hub
-    alive = place / f"rlsandbox.{os.getpid()}.{cgroups._born('/proc', str(os.getpid()))}"
+    group = (
+        place / f"rlsandbox.{process.pid}.1.{space}"
+    )  # that process began at another time: it is not the hub
+    alive = place / f"rlsandbox.{os.getpid()}.{cgroups._born('/proc', str(os.getpid()))}.{space}"
     try:
         (group / "inner").mkdir(parents=True)
         alive.mkdir()
@@ -199,6 +203,32 @@ async def test_control_groups_of_the_dead_go_with_what_is_in_them(tmp_path: Path
         for left in (group / "inner", group, alive):
             if left.exists():
                 left.rmdir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="making control groups and pid namespaces needs root")
+def test_a_reaper_in_a_container_takes_no_live_hub_for_dead(tmp_path: Path) -> None:
+    """It shares our control groups and sees none of our processes."""
+    inside = (
+        "import asyncio, rlsandbox as rls\n"
+        "from rlsandbox.backends.local import cgroups\n"
+        "print([str(path) for _, path in cgroups.dead()])\n"
+        "with rls.Pool(size=1, config=False) as pool:\n"
+        "    pool.wait_ready(timeout=60)\n"
+    )
+    with rls.Pool(size=1, config=False, ledger=tmp_path / "ledger") as pool:
+        pool.wait_ready(timeout=60)
+        hub = pool._pool.backend._hub.process.pid  # type: ignore[attr-defined]
+        mine = set(Path("/sys/fs/cgroup").glob(f"**/rlsandbox.{hub}.*"))
+        if not mine:
+            pytest.skip("no control groups can be made here")
+        done = subprocess.run(
+            ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", inside],
+            capture_output=True, text=True, timeout=120,
+            env={**os.environ, "RLSANDBOX_HOME": str(tmp_path / "inside")},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert not [group for group in mine if str(group) in done.stdout]
+        assert {group for group in mine if group.exists()} == mine
 
 
 async def test_a_run_that_ends_while_a_reaper_looks_disturbs_nobody(
