@@ -251,7 +251,9 @@ class SandboxBase:
         answer = channel.client.knock()
 
         def look(within: float, why: str) -> None:
-            if not channel.ended and (within == CANCEL_GRACE_S or not answer.done()):
+            if not channel.ended and channel.client.away:  # its transport says when it gives up
+                self.loop.call_later(within, look, within, why)
+            elif not channel.ended and (within == CANCEL_GRACE_S or not answer.done()):
                 channel.client.give_up(f"the keeper {why} within {within:g} s")
 
         self.loop.call_later(ANSWER_S, look, ANSWER_S, "has not answered")

@@ -100,6 +100,8 @@ def links_statically(command: Sequence[str]) -> bool:
 def find_compiler(arch: str, *, static: bool = True, small: bool = False) -> list[str] | None:
     """The first of :func:`compilers` that works for *arch*; with *small* of :func:`small_compilers` first."""
     for command in itertools.chain(small_compilers(arch) if small else (), compilers(arch)):
+        if not static and "musl" in command[0]:
+            continue  # it has no sanitizers, and does not know where the kernel's headers are
         if not static or ZIG in command or links_statically(command):
             return command
     return None

@@ -353,6 +353,8 @@ class Channel:
         asked, answer = loop.time(), self.client.knock()
         again: asyncio.CancelledError | None = None
         while self._end is None:
+            if self.client.away:  # its transport waits for the other side, and says when it gives up
+                asked = loop.time()
             answers = answer.done()
             limit = grace if answers else min(grace, ANSWER_S)
             left = asked + limit - loop.time()

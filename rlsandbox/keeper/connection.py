@@ -446,6 +446,10 @@ class Connection(asyncio.Protocol):
     def gone(self) -> bool:
         return self.lost.done()
 
+    @property
+    def away(self) -> bool:
+        return bool(getattr(self._transport, "away", False))
+
     def knock(self) -> asyncio.Future[None]:
         key = os.urandom(8)
         waiter = self._pings[key] = self.loop.create_future()

@@ -29,6 +29,8 @@ HIGH, LOW = 1 << 20, 256 << 10
 PING_S = 10.0
 SILENT_S = 30.0
 HELLO_S = 15.0
+SETTLE_S = 15.0
+"""After a cut so long may pass until what was under way has been said again."""
 GRACE_S = 60.0
 """What a keeper waits for a client to come back, unless it was started with another number."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 3.0
@@ -102,6 +104,8 @@ class Durable(asyncio.Transport):
         self._may_read.set()
         self._paused = self._closing = False
         self._heard = 0.0
+        self._attached_at = 0.0
+        """Since when the present transport carries; 0: there is none."""
         self._task: asyncio.Task[None] | None = None
         self._early = bytearray()
         """Arrived before anybody was there to take it."""
@@ -194,6 +198,12 @@ class Durable(asyncio.Transport):
                 self._task.cancel()
             self._lost(error)
 
+    @property
+    def away(self) -> bool:
+        """Whether the transport is cut, was until a moment ago, or seems to be: nothing is heard of it."""
+        now = self._loop.time()
+        return not self._attached_at or now - self._attached_at < SETTLE_S or now - self._heard > PING_S + 2
+
     async def wait_closed(self) -> None:
         """Until nothing of it runs any more."""
         if self._task is not None:
@@ -214,6 +224,7 @@ class Durable(asyncio.Transport):
                 try:
                     await self._serve(raw)
                 finally:
+                    self._attached_at = 0.0
                     await asyncio.shield(raw.close())
                 self.cuts += 1
                 raw = await self._attach_within(self._grace)
@@ -288,7 +299,7 @@ class Durable(asyncio.Transport):
         self._unsent = len(self._kept)
         self._control.clear()
         self._told = self._got
-        self._heard = self._loop.time()
+        self._heard = self._attached_at = self._loop.time()
         self.hash = fields.text(Tag.HASH)
         pairs = (text.partition("=") for text in fields.texts(Tag.FACT))
         self.facts = {name: value for name, _, value in pairs} | {"mode": fields.text(Tag.MODE)}

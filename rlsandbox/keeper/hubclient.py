@@ -301,6 +301,10 @@ class HubClient:
     def gone(self) -> bool:
         return self.lost.done()
 
+    @property
+    def away(self) -> bool:
+        return False
+
     def knock(self) -> asyncio.Future[None]:
         key = os.urandom(8)
         waiter = self._pings[key] = self.loop.create_future()

@@ -26,6 +26,11 @@ class Watched(Protocol):
     @property
     def gone(self) -> bool: ...
 
+    @property
+    def away(self) -> bool:
+        """Whether the way to it is cut just now, by its transport's own word: then silence says nothing."""
+        ...
+
     def knock(self) -> asyncio.Future[None]:
         """Send a ping: done when it is answered, or when the stream is lost."""
         ...
@@ -53,6 +58,8 @@ class _Watch:
             asked = self._asked.pop(stream, None)
             if stream.gone:
                 self._streams.discard(stream)
+            elif asked is not None and not asked.done() and stream.away:
+                self._asked[stream] = asked
             elif asked is not None and not asked.done():
                 stream.give_up(f"it has not answered for {EVERY_S:g} s")
                 self._streams.discard(stream)

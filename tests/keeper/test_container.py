@@ -21,7 +21,7 @@ from tests.support.container import Container, container, dial, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 TOKEN = "t" * 32
-LIMITS = ("--memory", str(256 << 20), "--disk", str(64 << 20), "--pids", "200")
+LIMITS = ("--memory", str(256 << 20), "--disk", str(64 << 20), "--pids", "200", "--network", "none")
 
 
 class Seat:
@@ -221,5 +221,31 @@ def test_the_death_of_the_keeper_is_the_containers_end() -> None:
             os.kill(made.pid, signal.SIGTERM)
             with pytest.raises(SandboxDiedError):
                 await run
+
+    asyncio.run(main())
+
+
+def test_a_keeper_that_cannot_be_reached_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever waits asks the keeper for a sign of life; while the way to it is cut no sign says nothing."""
+    monkeypatch.setattr("rlsandbox.keeper.liveness.EVERY_S", 0.3)
+
+    async def main() -> None:
+        async with container("plain", *LIMITS) as made, seat(made) as s:
+            reached = asyncio.Event()
+            reached.set()
+
+            async def dial_when_reached() -> object:
+                await reached.wait()
+                return await dial(made)
+
+            s.stream._dial = dial_when_reached
+            run = asyncio.create_task(s.sh("sleep 1; echo x"))
+            await asyncio.sleep(0.2)
+            reached.clear()
+            s.cut()
+            await asyncio.sleep(2)
+            assert not run.done() and s.client.away
+            reached.set()
+            assert await run == (0, b"x\n")
 
     asyncio.run(main())

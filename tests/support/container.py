@@ -78,7 +78,8 @@ async def container(kind: str, *options: str) -> AsyncIterator[Container]:
     place.chmod(0o755)
     (place / "run").mkdir()
     keeper = place / "keeper"
-    shutil.copy(keeper_binary(), keeper)
+    sanitized = os.environ.get("RLS_TEST_KEEPER") == "keeper-asan"
+    shutil.copy(keeper_binary(variant="asan" if sanitized else "release"), keeper)
     init = ["sh", "-c", 'mount -t tmpfs run "$0" && exec "$@"', str(place / "run")]
     if kind == "plain":
         # A mask over a part of /proc, as container runtimes make: it forbids a fresh one further in.

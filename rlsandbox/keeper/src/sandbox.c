@@ -170,7 +170,8 @@ int sandbox_main(int hub_fd, int client_fd)
             if (episode_start(&k, &e) < 0 && !chosen && userns_plan(&k, &again) == 0 && episode_start(&k, &again) == 0) {
                 strcpy(k.set.mode, "userns"); /* the next best */
                 e.no = 0;
-            }
+            } else if (again.no && strlen(e.what) < sizeof e.what / 2) /* both are worth knowing */
+                snprintf(e.what + strlen(e.what), sizeof e.what - strlen(e.what), "; in mode userns: %.140s: %s", again.what, strerror(again.no));
         }
     }
     if (answer_hub(&k, hub_fd, &e) < 0 || e.no)

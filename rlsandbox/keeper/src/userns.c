@@ -178,7 +178,7 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
             bool mounted = fstat(p->fd[i], &in) == 0 && in.st_dev != st.st_dev;
             if (sub.n || is_whiteout(&st))
                 break;
-            if (copy_tree(p->fd[i], name, seed, name, 0) < 0 && !mounted)
+            if (copy_tree(p->fd[i], name, seed, name, 0) < 0 && !mounted && errno != EACCES)
                 return fail(e, errno, "copy %s of the base", target);
             return 0; /* a file that is mounted there is copied as it is now */
         }
@@ -205,7 +205,8 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
     } else if (sub.n == 1 && small(sub.fd[0], ".", top.st_dev, 0, &entries, &bytes)) {
         if (copy_tree(p->fd[0], name, seed, name, 0) == 0)
             goto end; /* with its attributes */
-        r = fail(e, errno, "copy %s of the base", target);
+        if (errno != EACCES) /* what cannot be read is left out, as a directory that cannot be opened is */
+            r = fail(e, errno, "copy %s of the base", target);
     } else if (mkdirat(seed, name, 0755) < 0)
         r = fail(e, errno, "make directory %s", target);
     else
