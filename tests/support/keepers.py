@@ -7,24 +7,25 @@ import time
 from pathlib import Path
 
 
-def keeper_above(command: str) -> int:
-    """The pid, for this process, of the keeper in whose sandbox *command* runs."""
+def keeper_above(command: str, owner: int | None = None) -> int:
+    """The pid, for this process, of the keeper in whose sandbox *command* runs; *owner* has the pool."""
+    owner = os.getpid() if owner is None else owner
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and cmdline(entry.name) == command.split():
             line = [int(entry.name)]
-            while line[-1] != os.getpid():
+            while line[-1] != owner:
                 status = Path(f"/proc/{line[-1]}/stat").read_text()
                 line.append(int(status.rpartition(")")[2].split()[1]))
-            return line[-3]  # ... its keeper, the hub, this process
+            return line[-3]  # ... its keeper, the hub, the pool's process
     raise LookupError(command)
 
 
-def keeper_of(command: str, wait_s: float = 20.0) -> int:
+def keeper_of(command: str, wait_s: float = 20.0, owner: int | None = None) -> int:
     """:func:`keeper_above` once *command* runs."""
     end = time.monotonic() + wait_s
     while True:
         try:
-            return keeper_above(command)
+            return keeper_above(command, owner)
         except (LookupError, OSError):  # not yet, or gone while it was looked at
             if time.monotonic() > end:
                 raise

@@ -1,0 +1,277 @@
+"""One pool a job: a named ray actor owns it, everybody else claims from it.
+
+The actor hands out the pool's reference (:attr:`rlsandbox.Pool.ref`); from then on sandboxes travel between
+processes of one machine without ray. A job on several machines has an owner on each, with that machine's
+share. An owner that dies takes its sandboxes with it; ray starts it anew (``restarts`` times), after which
+everybody who asks gets a PoolClosedError of kind ``owner_gone``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import rlsandbox as rls
+from rlsandbox.errors import ConfigError, PoolClosedError, SandboxError
+
+from .numbers import Ended, Numbers, Window
+from .settings import Settings, tasks_of
+
+log = logging.getLogger("rlsandbox.verl")
+
+NAME = "rlsandbox-pool-"
+RESTART_S = 60.0
+_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a rollout needs to begin: its task, where the pool is, and which batch it belongs to."""
+
+    task: rls.Task
+    ref: rls.PoolRef
+    mode: str
+
+
+class PoolOwner:
+    """Runs as a ray actor. Every method is short or waits on the pool's own thread."""
+
+    def __init__(self, settings: Settings, run: str) -> None:
+        self._settings = settings
+        self._pool = settings.make_pool(run)
+        self._numbers = Numbers(self._pool.metrics)
+        self._batch_size = 1
+        self._validating: set[str] = set()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def begin(self, task_id: str, source: str | None, uid: str) -> Begun:
+        """For a rollout that begins."""
+        mode = "val" if uid in self._validating else "train"
+        return Begun(self._task(task_id, source), self._pool.ref, mode)
+
+    def ref(self) -> rls.PoolRef:
+        return self._pool.ref
+
+    def ended(self, end: Ended) -> None:
+        self._numbers.add(end)
+
+    def begin_batch(self, mode: str, uids: list[str], rollouts: int) -> None:
+        """Rollouts of these prompts are about to begin.
+
+        Raises:
+            SandboxError: nothing has come to its end for so long that training makes no sense.
+        """
+        self._numbers.begin(mode)
+        self._batch_size = max(self._batch_size, rollouts)
+        if mode == "val":
+            self._validating = set(uids)
+        lost, most = self._numbers.missing_in_row, self._settings.give_up * self._batch_size
+        if lost >= most:
+            raise SandboxError(
+                f"the last {lost} rollouts all broke (the last one: {self._numbers.last_failure})",
+                kind="all_lost",
+                hint="give_up says how many batches in a row may be lost",
+            )
+
+    def expect(self, rows: list[tuple[str, str | None]], group_size: int) -> None:
+        """What is claimed next, in place of what was said before."""
+        self._pool.expect([self._task(*row) for row in rows], group_size=group_size, replace=True)
+
+    def wait_ready(self, timeout: float | None = None) -> int:
+        return self._pool.wait_ready(timeout=timeout)
+
+    def pop(self) -> dict[str, Window]:
+        return self._numbers.pop()
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _task(self, task_id: str, source: str | None) -> rls.Task:
+        source = self._settings.tasks or source
+        if not source:
+            raise ConfigError(
+                f"nothing says where task {task_id!r} is",
+                hint="write the data set with rlsandbox_verl.to_parquet, or give tasks= to the agent loop",
+            )
+        task = tasks_of(source).get(task_id)
+        if task is None:
+            raise ConfigError(f"no task of {source} is called {task_id!r}")
+        return task
+
+
+# ---------------------------------------------------------------------- where the owner is
+
+
+def owner_on(node: str, settings: Settings) -> Any:
+    """The owner on a machine of the cluster; made when there is none. It lives as long as who made it
+    first."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    run = f"verl-{ray.get_runtime_context().get_job_id()}"
+    actor: Any = ray.remote(PoolOwner)
+    return actor.options(
+        name=NAME + node,
+        get_if_exists=True,
+        num_cpus=0,
+        max_restarts=settings.restarts,
+        max_concurrency=64,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
+    ).remote(settings, run)
+
+
+def owner_here(settings: Settings) -> Any:
+    """The owner on this machine."""
+    import ray
+
+    return owner_on(ray.get_runtime_context().get_node_id(), settings)
+
+
+def owners() -> list[Any]:
+    """All of this job's owners that are there."""
+    import ray
+
+    if not ray.is_initialized():
+        return []
+    found = []
+    for name in ray.util.list_named_actors():
+        if name.startswith(NAME):
+            with contextlib.suppress(ValueError):  # it has died since
+                found.append(ray.get_actor(name))
+    return found
+
+
+async def ask(owner: Any, what: str, *arguments: Any, within: float = RESTART_S) -> Any:
+    """Call a method of the owner; one that is being started anew is waited for.
+
+    Raises:
+        PoolClosedError: it is gone for good.
+    """
+    import ray.exceptions
+
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            return await getattr(owner, what).remote(*arguments)
+        except ray.exceptions.RayActorError as error:
+            _wait_or_raise(error, deadline)
+            await asyncio.sleep(_PAUSE_S)
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+
+
+def ask_blocking(owner: Any, what: str, *arguments: Any, within: float = RESTART_S) -> Any:
+    """The same for who does not await."""
+    import ray
+    import ray.exceptions
+
+    deadline = time.monotonic() + within
+    while True:
+        try:
+            return ray.get(getattr(owner, what).remote(*arguments))
+        except ray.exceptions.RayActorError as error:
+            _wait_or_raise(error, deadline)
+            time.sleep(_PAUSE_S)
+        except ray.exceptions.RayTaskError as error:
+            raise _cause(error) from None
+
+
+def _wait_or_raise(error: Any, deadline: float) -> None:
+    import ray.exceptions
+
+    if isinstance(error, ray.exceptions.ActorUnavailableError) and time.monotonic() < deadline:
+        return
+    raise PoolClosedError(
+        "the process that owned the job's pool has died and is not started again",
+        kind="owner_gone",
+        hint="its log is among ray's; restarts= says how often it is started anew",
+    ) from error
+
+
+def _cause(error: Any) -> Any:
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, SandboxError) else error
+
+
+# ---------------------------------------------------------------------- for a process that runs rollouts
+
+
+class Job:
+    """This process's share of the job's pool. One an event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._owner: Any = None
+        self._pool: rls.AsyncPool | None = None
+        self._ref: rls.PoolRef | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def owner(self) -> Any:
+        if self._owner is None:
+            self._owner = owner_here(self.settings)
+        return self._owner
+
+    async def begin(self, task_id: str, source: str | None, uid: str) -> tuple[Begun, rls.AsyncPool]:
+        """The task, and the pool of the owner that lives now."""
+        begun: Begun = await ask(self.owner, "begin", task_id, source, uid)
+        return begun, await self._connected(begun.ref)
+
+    async def task(self, task_id: str, source: str | None) -> rls.Task:
+        begun: Begun = await ask(self.owner, "begin", task_id, source, "")
+        return begun.task
+
+    async def pool(self) -> rls.AsyncPool:
+        """The pool of the owner that lives now."""
+        return await self._connected(await ask(self.owner, "ref"))
+
+    async def _connected(self, ref: rls.PoolRef) -> rls.AsyncPool:
+        async with self._lock:
+            if self._pool is None or self._ref != ref:
+                old, self._pool = self._pool, await asyncio.to_thread(rls.AsyncPool.connect, ref)
+                self._ref = ref
+                if old is not None:
+                    log.warning("the pool's owner was started anew: process %d is gone", old.ref.pid)
+                    await old.close()
+            return self._pool
+
+    async def ended(self, end: Ended) -> None:
+        try:
+            await ask(self.owner, "ended", end)
+        except PoolClosedError as error:
+            log.warning("the end of rollout %s is in the ledger only: %s", end.id, error)
+
+
+_jobs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Job] = weakref.WeakKeyDictionary()
+
+
+def job_of(settings: Settings) -> Job:
+    """This process's, for the event loop that runs."""
+    loop = asyncio.get_running_loop()
+    job = _jobs.get(loop)
+    if job is None:
+        job = _jobs[loop] = Job(settings)
+    return job
+
+
+def pop_all(found: Iterable[Any]) -> dict[str, Window]:
+    """What all owners have to tell, by mode."""
+    parts: dict[str, list[Window]] = {}
+    for owner in found:
+        try:
+            told = ask_blocking(owner, "pop")
+        except PoolClosedError as error:
+            log.warning("numbers of a pool are lost: %s", error)
+            continue
+        for mode, window in told.items():
+            parts.setdefault(mode, []).append(window)
+    return {mode: Window.merge(windows) for mode, windows in parts.items()}

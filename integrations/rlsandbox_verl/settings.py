@@ -1,0 +1,135 @@
+"""What the YAML file of agent loops says about the sandboxes of a job."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any
+
+import rlsandbox as rls
+from rlsandbox.errors import ConfigError
+
+TOOLS = ("shell", "read_file", "write_file", "submit")
+ON_FAILURE = ("mask", "skip_group")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Options of the agent loop; those of its pool hold for the whole job.
+
+    Args:
+        profile: section ``[profiles.NAME]`` of the configuration that the pool is made from.
+        pool: arguments of :class:`rlsandbox.Pool` over that: ``size``, ``max_size``, ``spec`` (a table) ...
+        tasks: where the tasks are, for :func:`rlsandbox.load_tasks`, or ``pkg.mod:fn``, a function that gives
+            them; default what the rows of the data set say.
+        tools: those of the loop's own tools that the model gets.
+        on_failure: what becomes of a group one of whose rollouts was lost: ``mask`` leaves that rollout out,
+            ``skip_group`` the whole group.
+        retries: further attempts, from the start and in a fresh sandbox, for what infrastructure broke.
+        claim_timeout: seconds an attempt may wait for its sandbox.
+        command_timeout: seconds a command of the tool ``shell`` may take.
+        deadline: seconds from a rollout's start after which no further attempt is begun.
+        restarts: how often the process that owns the pool is started anew when it dies.
+        give_up: batches in a row of which no rollout came to its end, after which training is ended.
+    """
+
+    profile: str | None = None
+    pool: Mapping[str, Any] = field(default_factory=dict)
+    tasks: str | None = None
+    tools: Sequence[str] = TOOLS
+    on_failure: str = "mask"
+    retries: int = 2
+    claim_timeout: float = 300.0
+    command_timeout: float = 60.0
+    deadline: float | None = None
+    restarts: int = 3
+    give_up: int = 3
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.tools) - set(TOOLS))
+        if unknown:
+            raise ConfigError(f"there is no tool called {unknown[0]!r}", hint=f"tools: {', '.join(TOOLS)}")
+        if self.on_failure not in ON_FAILURE:
+            raise ConfigError(f"on_failure must be one of {', '.join(ON_FAILURE)}, not {self.on_failure!r}")
+        for name in ("claim_timeout", "command_timeout", "give_up"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)!r}")
+        for name in ("retries", "restarts"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be below 0, not {getattr(self, name)!r}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> Settings:
+        """From a mapping as YAML gives it; what is unknown is one error."""
+        for name in options:
+            if name not in _NAMES:
+                near = get_close_matches(str(name), _NAMES, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_NAMES)}"
+                raise ConfigError(f"SandboxAgentLoop has no option {name!r}", hint=hint)
+        found = {name: _plain(value) for name, value in options.items()}
+        if "tools" in found:
+            found["tools"] = tuple(found["tools"])
+        return cls(**found)
+
+    def make_pool(self, run: str) -> rls.Pool:
+        """The job's pool."""
+        given = dict(self.pool)
+        if isinstance(given.get("spec"), Mapping):
+            given["spec"] = rls.Spec(**given["spec"])
+        given.setdefault("run", run)
+        return rls.Pool(**given, profile=self.profile)
+
+
+_NAMES = [f.name for f in fields(Settings)]
+
+
+def _plain(value: Any) -> Any:
+    """Without the containers of OmegaConf, which do not pickle cheaply and are no Mapping to everybody."""
+    if isinstance(value, Mapping) or type(value).__name__ == "DictConfig":
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "ListConfig":
+        return [_plain(v) for v in value]
+    return value
+
+
+def settings_in(config: Any) -> Settings:
+    """Those of the job: of the first loop of ours in
+    ``actor_rollout_ref.rollout.agent.agent_loop_config_path``."""
+    path = config.actor_rollout_ref.rollout.agent.get("agent_loop_config_path")
+    if not path:
+        return Settings()
+    from omegaconf import OmegaConf
+    from verl.utils.import_utils import load_class_from_fqn, resolve_config_path
+
+    from .loop import SandboxAgentLoop
+
+    for entry in OmegaConf.load(resolve_config_path(path)):
+        options = _plain(entry)
+        target = options.pop("_target_", "")
+        options.pop("name", None)
+        kind = load_class_from_fqn(target, "agent loop") if "." in target else None
+        if kind is SandboxAgentLoop:
+            return Settings.of(options)
+        if isinstance(kind, type) and issubclass(kind, SandboxAgentLoop):  # it may have options of its own
+            return Settings.of({k: v for k, v in options.items() if k in _NAMES})
+    return Settings()
+
+
+@lru_cache(maxsize=8)
+def tasks_of(source: str) -> dict[str, rls.Task]:
+    """Tasks by id: of a source of :func:`rlsandbox.load_tasks`, or what ``pkg.mod:fn`` gives."""
+    module, _, function = source.partition(":")
+    if function and all(part.isidentifier() for part in (*module.split("."), function)):
+        try:
+            found = list(getattr(importlib.import_module(module), function)())
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"tasks: {source!r} cannot be loaded: {error}") from error
+    else:
+        found = rls.load_tasks(source)
+    tasks = {task.id: task for task in found}
+    if len(tasks) != len(found):
+        raise ConfigError(f"{source}: two tasks have the same id")
+    return tasks
