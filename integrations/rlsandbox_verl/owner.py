@@ -244,6 +244,12 @@ class Job:
                     await old.close()
             return self._pool
 
+    async def close(self) -> None:
+        """Give back what this process holds."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            await pool.close()
+
     async def ended(self, end: Ended) -> None:
         try:
             await ask(self.owner, "ended", end)
@@ -261,6 +267,13 @@ def job_of(settings: Settings) -> Job:
     if job is None:
         job = _jobs[loop] = Job(settings)
     return job
+
+
+async def disconnect() -> None:
+    """Leave the job's pool, for who used it on an event loop that ends."""
+    job = _jobs.pop(asyncio.get_running_loop(), None)
+    if job is not None:
+        await job.close()
 
 
 def pop_all(found: Iterable[Any]) -> dict[str, Window]:

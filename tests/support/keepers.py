@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -20,6 +21,14 @@ def keeper_above(command: str, owner: int | None = None) -> int:
     raise LookupError(command)
 
 
+def _line(pid: int, ancestor: int) -> list[int]:
+    line = [pid]
+    while line[-1] != ancestor:
+        status = Path(f"/proc/{line[-1]}/stat").read_text()
+        line.append(int(status.rpartition(")")[2].split()[1]))
+    return line
+
+
 def keeper_of(command: str, wait_s: float = 20.0, owner: int | None = None) -> int:
     """:func:`keeper_above` once *command* runs."""
     end = time.monotonic() + wait_s
@@ -29,6 +38,31 @@ def keeper_of(command: str, wait_s: float = 20.0, owner: int | None = None) -> i
         except (LookupError, OSError):  # not yet, or gone while it was looked at
             if time.monotonic() > end:
                 raise
+
+
+def kill_keeper_of(command: str, owner: int, wait_s: float = 60.0) -> None:
+    """Kill the keeper in whose sandbox *command* runs, and wait until that has ended too.
+
+    What a keeper leaves behind is the hub's for a moment, and would be taken for a keeper.
+    """
+    end = time.monotonic() + wait_s
+    while True:
+        running = [
+            entry for entry in os.listdir("/proc") if entry.isdigit() and cmdline(entry) == command.split()
+        ]
+        try:
+            for pid in running:
+                line = _line(int(pid), owner)
+                if len(line) > 3:
+                    os.kill(line[-3], signal.SIGKILL)
+                    while cmdline(pid):
+                        assert time.monotonic() < end, f"{command!r} outlives its keeper"
+                        time.sleep(0.005)
+                    return
+        except OSError:  # gone while it was looked at
+            continue
+        assert time.monotonic() < end, f"{command!r} runs nowhere"
+        time.sleep(0.02)
 
 
 def until_gone(command: str, wait_s: float = 20.0) -> None:

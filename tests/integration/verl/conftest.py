@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))  # not as tests.support: verl's own wheel brings a package called tests
 
-collect_ignore: list[str] = []
-
 
 @pytest.fixture(scope="session")
 def verl() -> Any:
@@ -99,7 +97,7 @@ class Training:
             def on_step_end(self) -> None: ...
             def on_sample_end(self) -> None: ...
 
-        self.config, self.manager, self.place = config, manager, place
+        self.config, self.manager, self.place, self.plans = config, manager, place, PLANS
         self.trainer = Bare(config)
         self.trainer.agent_loop_manager = manager
         self.buffer = self.trainer.replay_buffer

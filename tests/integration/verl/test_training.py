@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,14 +57,11 @@ class Beside:
         self._threads.shutdown()
 
 
-def kill_keepers(times: int, command: str = "sleep 87654") -> Callable[[], None]:
+def kill_keepers(times: int) -> Callable[[], None]:
     def work() -> None:
         owner = owner_pid()
         for _ in range(times):
-            pid = keepers.keeper_of(command, owner=owner, wait_s=60)
-            os.kill(pid, signal.SIGKILL)
-            while Path(f"/proc/{pid}/ns").exists() and keepers.cmdline(str(pid)):
-                time.sleep(0.01)
+            keepers.kill_keeper_of("sleep 87654", owner)
 
     return work
 
@@ -164,7 +160,6 @@ def test_a_group_with_one_rollout_left_has_no_baseline_and_is_replaced(job: Any)
     (uid,) = job.submit("lone")
     batch = job.sample(1)
     killer.join()
-    print(numbers())
     assert job.refills == [1], "verl took another prompt in the lost one's place"
     assert not any(key.startswith(uid) for key in batch.keys)
     assert len(job.rows(batch, "rm_scores")) == 4

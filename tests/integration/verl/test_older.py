@@ -1,0 +1,105 @@
+"""The agent loop worker of verl's older trainers, which wants a row for every rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl", reason="verl is not installed")
+import keepers
+
+
+def prompts(rig: Any, place: Any, plans: dict[str, Any], *names: str) -> Any:
+    from verl.protocol import DataProto
+
+    rows = {
+        "raw_prompt": [[{"role": "user", "content": rig.plan(*plans[name])}] for name in names],
+        "extra_info": [{"task_id": name, "task_source": str(place / "tasks.jsonl")} for name in names],
+        "agent_name": ["sandboxes"] * len(names),
+        "uid": [f"older-{name}" for name in names],
+    }
+    return DataProto(non_tensor_batch={name: rig.column(values) for name, values in rows.items()}).repeat(4)
+
+
+async def test_what_is_missing_has_an_empty_row_that_verls_numbers_leave_out(
+    training: Any, rig: Any, place: Any
+) -> None:
+    import asyncio
+
+    import torch
+    from rlsandbox_verl.owner import ask, disconnect, owners
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    (owner,) = owners()
+    pid = await ask(owner, "pid")
+    config = rig.config(
+        place / "model", place / "loops.yaml",
+        **{"algorithm.adv_estimator": "sandbox_grpo", "actor_rollout_ref.rollout.response_length": 512},
+    )  # fmt: skip
+    worker = AgentLoopWorker(config, rig.Obedient(place / "model"))
+    plans = training.plans
+
+    def kill() -> None:
+        for _ in range(2):  # the retry as well
+            keepers.kill_keeper_of("sleep 87654", pid)
+
+    killer = asyncio.create_task(asyncio.to_thread(kill))
+    batch = prompts(rig, place, plans, "victim", "plain")
+    out = await worker.generate_sequences(batch)
+    await killer
+    await disconnect()
+    lengths = out.batch["attention_mask"][:, config.actor_rollout_ref.rollout.prompt_length :].sum(-1)
+    assert [int(n) == 0 for n in lengths] == [True] + [False] * 7
+    told = out.non_tensor_batch["sandbox"]
+    assert (
+        told[0]["status"] == "failed" and told[0]["failure"] == "sandbox_died" and told[0]["reward"] is None
+    )
+    assert [t["status"] for t in told[1:]] == ["completed"] * 7
+    scores = out.batch["rm_scores"].sum(-1).tolist()
+    assert sorted(scores[1:4]) == [0.0, 0.0, 1.0]
+
+    out.batch["token_level_rewards"] = out.batch["token_level_scores"] = out.batch["rm_scores"]
+    out.non_tensor_batch["uid"] = batch.non_tensor_batch["uid"]
+    done = compute_advantage(out, "sandbox_grpo", config=config.algorithm)
+    advantage = done.batch["advantages"].sum(-1) / done.batch["response_mask"].sum(-1).clamp(min=1)
+    three = torch.tensor(scores[1:4])
+    assert torch.allclose(advantage[1:4], (three - three.mean()) / (three.std() + 1e-6), atol=1e-4)
+    assert advantage[0] == 0
+    log = compute_data_metrics(done, use_critic=False)
+    assert log["critic/score/mean"] == pytest.approx(sum(scores[1:]) / 7)
+    assert log["response/aborted_ratio"] == pytest.approx(1 / 8)
+
+
+async def test_an_estimator_that_would_count_a_zero_is_refused(training: Any, rig: Any, place: Any) -> None:
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+    from rlsandbox.errors import UnsupportedError
+
+    config = rig.config(place / "model", place / "loops.yaml")
+    worker = AgentLoopWorker(config, rig.Obedient(place / "model"))
+    with pytest.raises(UnsupportedError, match="would count as a reward of 0 in 'grpo'"):
+        await worker.generate_sequences(prompts(rig, place, training.plans, "plain"))
+
+
+async def test_a_shell_for_the_stock_agent_and_a_reward_for_code(training: Any, place: Any) -> None:
+    from rlsandbox_verl import compute_score
+    from rlsandbox_verl.owner import disconnect
+    from verl.tools.tool_registry import initialize_tools_from_config
+
+    where = place / "tools.yaml"
+    where.write_text("tools:\n- class_name: rlsandbox_verl.tools.SandboxTool\n  config: {type: native}\n")
+    (tool,) = initialize_tools_from_config(str(where))
+    assert tool.name == "shell"
+    for _ in range(2):
+        instance, _ = await tool.create()
+        answer, _, _ = await tool.execute(instance, {"command": "ls; echo $((6*7)); touch left; exit 3"})
+        assert answer.text == "42\n\n[exit 3]"
+        await tool.release(instance)
+    row = {"task_id": "plain", "task_source": str(place / "tasks.jsonl")}
+    said = "Here:\n```python\n4\n```\nnot 3"
+    assert (await compute_score("x", said, "", row, file="out"))["score"] == 1.0
+    assert (await compute_score("x", "3", "", row, file="out"))["score"] == 0.0
+    await disconnect()
