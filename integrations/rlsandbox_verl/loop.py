@@ -66,24 +66,16 @@ class SandboxAgentLoop(ToolAgentLoop):  # type: ignore[misc]
         place.end(scored=output is not None, cause=cause)
         if not replaceable:
             return output if output is not None else await self._empty(kwargs)
-        if await self._kept(place) and output is not None:
-            return output
-        if place.group.scored == 0 and place.tells():
-            raise SandboxError(
-                f"no rollout of prompt {uid} came to its end",
-                kind="group_lost",
-                phase="policy",
-                retryable=True,
-            ) from place.group.cause
-        return []
-
-    async def _kept(self, place: Place) -> bool:
-        alone = str(self.config.algorithm.adv_estimator) in ALONE
-        all_or_none = self.settings.on_failure == "skip_group"
-        if alone and not all_or_none:
-            return True
         group = await place.settled()
-        return group.verdict(least=1 if alone else 2, all_or_none=all_or_none)
+        alone = str(self.config.algorithm.adv_estimator) in ALONE
+        if group.verdict(least=1 if alone else 2, all_or_none=self.settings.on_failure == "skip_group"):
+            return output if output is not None else []
+        if place.tells():
+            raise SandboxError(
+                f"{group.scored} of {group.size} rollouts of prompt {uid} came to their end: it is left out",
+                kind="group_lost", phase="policy", retryable=True,
+            ) from group.cause  # fmt: skip
+        return []
 
     async def _rollout(
         self, sampling_params: dict[str, Any], priority: int, uid: str, kwargs: dict[str, Any]

@@ -70,6 +70,7 @@ class Session:
         self.lost = self.submitted = False
         self.truncated = None
         self._steps = 0
+        self._asked = False
         self._since: float | None = None
 
     @property
@@ -87,16 +88,17 @@ class Session:
         """Ask for the sandbox; the model's first words are generated while it comes."""
         self._reset()
         self._episode.begin_ahead(timeout=self.settings.claim_timeout)
+        self._asked = True
 
     async def sandbox(self) -> rls.AsyncSandbox:
         """The attempt's; waits for it."""
-        held: rls.AsyncSandbox | None = self._episode.sandbox
-        if held is not None:
-            return held
-        if self._episode.record is not None or self.lost:
+        if self._asked:  # awaited even when it is there: waiting for it ends here
+            self._asked = False
+            await self._episode.begin()
+            self._since = time.monotonic()
+        sandbox: rls.AsyncSandbox | None = self._episode.sandbox
+        if sandbox is None:
             raise SandboxStateError("this rollout has no sandbox", task=self.task.id)
-        sandbox: rls.AsyncSandbox = await self._episode.begin()
-        self._since = time.monotonic()
         return sandbox
 
     async def perform(self, tool: Callable[..., Awaitable[str]], *args: Any, ends: bool = False) -> str:

@@ -108,7 +108,7 @@ class Training:
         self.step = 0
         self.refill_with = "plain"
 
-    def submit(self, *names: str, validate: bool = False) -> list[str]:
+    def submit(self, *names: str, validate: bool = False, loop: str = "sandboxes") -> list[str]:
         import transfer_queue as tq
         import verl_rig
         from verl.utils import tensordict_utils as tu
@@ -120,7 +120,7 @@ class Training:
         batch = tu.get_tensordict(
             {
                 "raw_prompt": verl_rig.column(prompts), "extra_info": verl_rig.column(rows),
-                "agent_name": verl_rig.column(["sandboxes"] * len(names)), "uid": verl_rig.column(uids),
+                "agent_name": verl_rig.column([loop] * len(names)), "uid": verl_rig.column(uids),
                 "index": verl_rig.column(list(range(len(names)))),
             }
         )  # fmt: skip
@@ -159,6 +159,7 @@ def training(rig: Any, cluster: None, place: Path) -> Iterator[Training]:
     loops.write_text(
         "- name: sandboxes\n  _target_: rlsandbox_verl.SandboxAgentLoop\n"
         "  pool: {size: 4, max_size: 8, config: false, run: job}\n  retries: 1\n  claim_timeout: 20\n  give_up: 3\n"
+        "- name: whole\n  _target_: rlsandbox_verl.SandboxAgentLoop\n  on_failure: skip_group\n  retries: 0\n"
     )
     config = rig.config(
         place / "model", loops,
@@ -179,11 +180,12 @@ def training(rig: Any, cluster: None, place: Path) -> Iterator[Training]:
 
 
 @pytest.fixture
-def job(training: Training) -> Training:
+def job(training: Training) -> Iterator[Training]:
     """The training, with nothing left over of the test before."""
     from rlsandbox_verl import hooks
 
-    hooks.numbers()
+    print("before:", hooks.numbers())
     training.refills.clear()
     training.refill_with = "plain"
-    return training
+    yield training
+    print("after:", hooks.numbers())

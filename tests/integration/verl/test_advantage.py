@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.workers.config import ActorConfig
 
 from rlsandbox.errors import UnsupportedError
 
@@ -42,15 +43,10 @@ def gradient(data: Any, advantage: torch.Tensor, features: torch.Tensor, mode: s
     """Of verl's policy loss, for a policy with one weight a feature."""
     weight = torch.zeros(features.shape[-1], requires_grad=True)
     log_prob = features @ weight
-    actor = OmegaConf.create(
-        {"clip_ratio": 0.2, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "clip_ratio_c": 3.0}
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(actor), "global_batch_info", {}, raising=False)
-        loss, _ = compute_policy_loss_vanilla(
-            torch.zeros_like(log_prob).detach(), log_prob, advantage, data.batch["response_mask"],
-            loss_agg_mode=mode, config=actor,
-        )  # fmt: skip
+    loss, _ = compute_policy_loss_vanilla(
+        torch.zeros_like(log_prob), log_prob, advantage, data.batch["response_mask"], loss_agg_mode=mode,
+        config=ActorConfig(strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1),
+    )  # fmt: skip
     loss.backward()
     assert weight.grad is not None
     return weight.grad

@@ -165,6 +165,14 @@ def test_a_group_with_one_rollout_left_has_no_baseline_and_is_replaced(job: Any)
     assert len(job.rows(batch, "rm_scores")) == 4
 
 
+def test_a_group_that_lost_one_can_be_left_out_as_a_whole(job: Any) -> None:
+    (uid,) = job.submit("raises", loop="whole")
+    batch = job.sample(1)
+    assert job.refills == [1]
+    assert not any(key.startswith(uid) for key in batch.keys)
+    assert len(job.rows(batch, "rm_scores")) == 4
+
+
 def test_one_rollout_that_raises_does_not_take_its_group_with_it(job: Any) -> None:
     (uid,) = job.submit("raises")
     batch = job.sample(1)
@@ -189,9 +197,11 @@ def test_when_all_claims_time_out_the_batch_is_missing_and_training_goes_on(job:
             sandbox.release()
 
     giver = Beside(give_back)
-    batch = job.sample(1)
-    giver.join()
-    pool.close()
+    try:
+        batch = job.sample(1)
+    finally:
+        giver.join()
+        pool.close()
     assert job.refills[0] == 1
     assert not any(key.startswith(uid) for key in batch.keys)
     assert len(job.rows(batch, "rm_scores")) == 4, "the next prompt's rollouts are whole"
