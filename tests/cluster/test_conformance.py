@@ -1,0 +1,60 @@
+"""The conformance suite on a real cluster, in the modes that reset in place."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from rlsandbox.sandbox import Sandbox
+from rlsandbox.spec import Spec
+from rlsandbox.testing.conformance import BackendConformance, OnePerClass
+from rlsandbox.testing.lone import LoneHost
+from tests.cluster import objects
+from tests.cluster.kube import Kube, pods
+
+pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
+from rlsandbox.backends.kubernetes import Kubernetes
+
+TEST = os.environ.get("RLSANDBOX_TEST_IMAGE", "registry.test/test:1")
+NO_SHARING = "a layer stays in the pod that made it"
+FOREIGN = "/proc is the container's: pids in it are not the episode's"
+
+
+class TestOverlay(OnePerClass, BackendConformance):
+    skip: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("fork", "snapshot_fork", "forks", "a_chain"), NO_SHARING),
+        **dict.fromkeys(("no_hidden_deadline", "much_output[300"), "as locally"),
+    }
+    spec = Spec(memory="2GiB")
+    level: ClassVar[str] = "privileged"
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def backend(cls, any_kubeconfig: Path) -> Iterator[Any]:
+        kube, name = Kube(any_kubeconfig), f"t-{secrets.token_hex(4)}"
+        kube.create("/api/v1/namespaces", objects.namespace(name, cls.level))
+        yield Kubernetes(kubeconfig=str(any_kubeconfig), namespace=name, image=TEST, write_rate=200)
+        kube.delete(f"/api/v1/namespaces/{name}")
+
+    @pytest.fixture(autouse=True)
+    def _kube(self, any_kubeconfig: Path) -> None:
+        self._admin = Kube(any_kubeconfig)
+
+    def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
+        backend: Any = host.backend
+        self._admin.delete(pods(backend._api.namespace, backend._places[sandbox.id].pod), grace=0)
+
+
+class TestUserns(TestOverlay):
+    """What does not depend on the mode is not waited for twice."""
+
+    skip: ClassVar[dict[str, str]] = {
+        **TestOverlay.skip,
+        **dict.fromkeys(("much_", "session_much", "files_sparse_read_whole"), "as overlay"),
+    }
+    level: ClassVar[str] = "baseline"
