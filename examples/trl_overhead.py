@@ -6,7 +6,7 @@ All have the same tiny model, the same prompts and a tool that takes no time. ``
 is put around the trainer (parallel tools, the callback and its numbers, broken rollouts left out), and no
 sandbox: what that adds is the overhead. ``sandboxes`` claims one for each rollout, resets and verifies it, on
 the same CPUs. The trainers take turns and do exactly the same work in each round; of each step the fastest
-round counts, which is the one that other load on the machine disturbed least.
+round counts. Time is the process's CPU time: run with OMP_NUM_THREADS=1, it is that of a machine without load.
 """
 
 from __future__ import annotations
@@ -65,17 +65,17 @@ class Idle(SandboxEnvironment):
 
 
 class Times(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each step, round by round; the first of a training warms up."""
+    """CPU seconds of each step (all threads of this process), round by round; the first warms up."""
 
     def __init__(self) -> None:
         self.steps: list[list[float]] = []
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.began = time.perf_counter()
+        self.began = time.process_time()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step > 1:
-            self.steps[-1].append(time.perf_counter() - self.began)
+            self.steps[-1].append(time.process_time() - self.began)
 
 
 def trainer_of(factory: Any, dataset: Any, place: str, steps: int, batch: int) -> tuple[Any, Times]:
