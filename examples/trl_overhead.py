@@ -6,7 +6,7 @@ All have the same tiny model, the same prompts and a tool that takes no time. ``
 is put around the trainer (parallel tools, the callback and its numbers, broken rollouts left out), and no
 sandbox: what that adds is the overhead. ``sandboxes`` claims one for each rollout, resets and verifies it, on
 the same CPUs. The trainers take turns and do exactly the same work in each round; of each step the fastest
-round counts. Time is the process's CPU time: run with OMP_NUM_THREADS=1, it is that of a machine without load.
+round counts. Time is the process's CPU time: with OMP_NUM_THREADS=1 it is that of a machine without load.
 """
 
 from __future__ import annotations
