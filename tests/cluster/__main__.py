@@ -20,6 +20,7 @@ from tests.cluster.faults import Faults
 from tests.cluster.handle import ClusterError
 from tests.cluster.images import Registry
 from tests.cluster.kube import ApiError
+from tests.cluster.measure import measured
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -28,12 +29,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--name", help="which cluster (default: $RLSANDBOX_CLUSTER, or default)")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def command(name: str, help: str, *arguments: str, many: str = "") -> argparse.ArgumentParser:
+    def command(name: str, help: str, *arguments: str) -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=help)
         for argument in arguments:
             made.add_argument(argument)
-        if many:
-            made.add_argument(many, nargs=argparse.REMAINDER)
         return made
 
     up = command("up", "build what is missing, start it, print a kubeconfig")
@@ -43,6 +42,11 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--kwok", type=int, default=2, help="fake nodes (default: %(default)s)")
     up.add_argument(
         "--controller", action="append", default=[], metavar="FLAG", help="for the agent-sandbox controller"
+    )
+    measure = command("measure", "time pods of each kind and a pool on fake nodes; memory")
+    measure.add_argument("--rounds", type=int, default=7)
+    measure.add_argument(
+        "--sandboxes", type=int, default=100, help="in the pool on fake nodes (default: %(default)s)"
     )
     command("down", "stop it and remove all it left")
     command("status", "parts, their state and memory")
@@ -59,9 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         ("log", "print what a part wrote"),
     ):
         command(name, help, "part")
-    command("kubectl", "kubectl, as admin", many="arguments")
-    command("ctr", "containerd's client on a node", "node", many="arguments")
-    command("enter", "run a command in the cluster's network", many="arguments")
+    command("kubectl", "kubectl, as admin; all that follows is for it")
+    command("ctr", "containerd's client on a node; all that follows is for it", "node")
+    command("enter", "run the command that follows in the cluster's network")
     images = command("images", "put generated images that share layers into the registry; print their names")
     images.add_argument("count", type=int, nargs="?", default=200)
     fault = command("fault", "set a rule (door=api status=429 path=/api/v1/.* times=3 ...); none: list them")
@@ -94,7 +98,12 @@ def _status(cluster: Cluster) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    # What follows is another program's command line, options and all.
+    passed = next((n + 1 for n, word in enumerate(words) if word in ("kubectl", "enter", "ctr")), len(words))
+    passed += words[passed - 1 : passed] == ["ctr"]  # its node
+    options = _parser().parse_args(words[:passed])
+    rest = words[passed:]
     cluster = Cluster(options.name)
     faults = Faults(cluster)
     match options.command:
@@ -105,6 +114,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"cluster {cluster.name} is gone" if cluster.down() else f"there is no cluster {cluster.name}"
             )
+        case "measure":
+            measured(cluster, options.rounds, options.sandboxes)
         case "status":
             _status(cluster)
         case "kubeconfig":
@@ -121,12 +132,12 @@ def main(arguments: list[str] | None = None) -> int:
         case "kubectl":
             program = str(build.parts()["plane"].program())
             os.environ["KUBECONFIG"] = str(cluster.kubeconfig("admin", "direct"))
-            os.execv(program, [program, "kubectl", *options.arguments])
+            os.execv(program, [program, "kubectl", *rest])
         case "ctr":
-            sys.stdout.write(cluster.ctr(options.node, *options.arguments))
+            sys.stdout.write(cluster.ctr(options.node, *rest))
         case "enter":
-            words = [*cluster.enter(), *options.arguments]
-            os.execvp(words[0], words)
+            command = [*cluster.enter(), *rest]
+            os.execvp(command[0], command)
         case "images":
             with Registry(cluster.port("registry")) as registry:
                 print("\n".join(registry.task_images(options.count)))

@@ -23,6 +23,7 @@ from tests.cluster.identity import SERVICE
 from tests.cluster.kube import condition, until
 from tests.support import make_image
 
+SUPERVISOR = str(Path(__file__).with_name("supervisor.py"))
 TOOLS = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
@@ -57,13 +58,16 @@ class Cluster(Handle):
 
         *controller* are further arguments of the agent-sandbox controller.
         """
+        if self.running:
+            return
+        if (why := cannot_run()) is not None:
+            raise ClusterError(why)
+        build.build([name for name in build.parts() if kwok or name != "kwok"], say=self.say)
+        layouts = images.standard()
         with self.alone():
-            if self.running:
+            if self.running:  # by somebody else meanwhile
                 return
-            if (why := cannot_run()) is not None:
-                raise ClusterError(why)
-            build.build([name for name in build.parts() if kwok or name != "kwok"], say=self.say)
-            layouts = images.standard()
+            self._kill()  # what a starter left that was killed
             self._remove()
             begun = time.monotonic()
             try:
@@ -71,7 +75,9 @@ class Cluster(Handle):
             except BaseException:
                 self._kill()  # what is in its logs stays
                 raise
-            self.say(f"cluster {self.name} is up after {time.monotonic() - begun:.1f} s")
+            took = time.monotonic() - begun
+            self.remember(seconds=round(took, 1))
+            self.say(f"cluster {self.name} is up after {took:.1f} s")
 
     def down(self) -> bool:
         """Stop it and remove what it left; False when there was nothing."""
@@ -125,7 +131,7 @@ class Cluster(Handle):
         self.state.mkdir(parents=True, mode=0o711)
         self.state.chmod(0o711)  # user namespaces of pods pass through here
         (self.state / "log").mkdir()
-        self.remember(made=_make_targets(nodes, self.state))
+        self._make_targets(nodes)
         for node in nodes:
             place = self.state / "nodes" / node.name
             for name in (
@@ -147,7 +153,7 @@ class Cluster(Handle):
         with open(self.state / "log" / "supervisor.log", "ab") as log:
             subprocess.Popen(
                 ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "--net", "--ipc",
-                 "--propagation", "private", sys.executable, "-I", str(Path(__file__).with_name("supervisor.py")),
+                 "--propagation", "private", sys.executable, "-I", SUPERVISOR,
                  str(self.state), *map(str, fds)],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", pass_fds=fds, start_new_session=True,
             )  # fmt: skip
@@ -236,30 +242,70 @@ class Cluster(Handle):
 
     def _kill(self) -> None:
         """End everything: the supervisor's death is that of all processes in its pid namespace."""
-        pid = self.facts().get("supervisor") or self.supervisor()
-        if not pid or started(pid) != self.facts().get("started", started(pid)):
-            return
-        descriptor = os.pidfd_open(pid)
+        found: list[int] = []
         try:
-            signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-            if not select.select([descriptor], [], [], 30)[0]:
-                raise ClusterError(f"process {pid} does not end after SIGKILL")
-        except ProcessLookupError:
-            pass
+            # All of them are found before the first is ended: one that is ending has no command line any more.
+            for entry in Path("/proc").iterdir():
+                if entry.name.isdigit() and self._supervises(entry):
+                    with suppress(ProcessLookupError):
+                        found.append(os.pidfd_open(int(entry.name)))
+            for descriptor in found:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            for descriptor in found:
+                if not select.select([descriptor], [], [], 30)[0]:
+                    raise ClusterError("the supervisor does not end after SIGKILL")
         finally:
-            os.close(descriptor)
+            for descriptor in found:
+                os.close(descriptor)
+
+    def _supervises(self, process: Path) -> bool:
+        """Is it our supervisor (of any checkout), or what started it?"""
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # gone while it was looked at
+            return False
+        ours = any(word.endswith(b"/cluster/supervisor.py") for word in words)
+        return ours and str(self.state).encode() in words
 
     def _remove(self) -> None:
-        """Control groups, directories made for built-in paths, and the state itself."""
+        """Control groups, the state itself and, after the last cluster, directories made for built-in paths."""
         for group in self._control_groups():
             with suppress(OSError):  # a group with a process of somebody else's stays
                 group.rmdir()
-        for path in reversed(self.facts().get("made", [])):
-            with suppress(OSError):  # something else lies there by now
-                os.rmdir(path)
         shutil.rmtree(self.state, ignore_errors=True)
         if self.state.is_dir():
             raise ClusterError(f"{self.state} cannot be removed")
+        # While another cluster has something mounted there, removing the directory would take it away.
+        if not any(path.is_dir() for path in self.root.iterdir()):
+            for made in reversed(self._made()):
+                with suppress(OSError):  # something else lies there by now
+                    os.rmdir(made)
+            (self.root / "made.json").unlink(missing_ok=True)
+
+    def _made(self) -> list[str]:
+        try:
+            made: list[str] = json.loads((self.root / "made.json").read_text())
+        except FileNotFoundError:
+            return []
+        return made
+
+    def _make_targets(self, nodes: Sequence[Node]) -> None:
+        """The directories that a node's own ones are bound over. Which were not there stands in ``made.json``."""
+        targets = {target: None for node in nodes for target in node.binds(self.state)}
+        wanted = [path for target in targets for path in (*reversed(Path(target).parents), Path(target))]
+        groups = [
+            tree / "k8s.io" for tree in Path("/sys/fs/cgroup").iterdir() if tree.is_dir()
+        ]  # containerd's
+        lacking = [
+            str(path) for path in (*wanted, Path("/sys/fs/cgroup/k8s.io"), *groups) if not path.is_dir()
+        ]
+        made = dict.fromkeys([*self._made(), *lacking])
+        new = self.root / "made.new"
+        new.write_text(json.dumps(list(made)))
+        new.rename(self.root / "made.json")
+        for path in wanted:
+            path.mkdir(mode=0o755, exist_ok=True)
 
     def _control_groups(self) -> Iterator[Path]:
         """Of containers whose shim did not live to remove them."""
@@ -270,14 +316,3 @@ class Cluster(Handle):
                 if group.is_dir():
                     yield from sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True)
                     yield group
-
-
-def _make_targets(nodes: Sequence[Node], state: Path) -> list[str]:
-    """Directories that a node's own ones are bound over; those that were not there, outermost first."""
-    made: list[str] = []
-    for target in {target: None for node in nodes for target in node.binds(state)}:
-        for path in [*reversed(Path(target).parents), Path(target)]:
-            if not path.is_dir():
-                path.mkdir(0o755)
-                made.append(str(path))
-    return made

@@ -164,6 +164,7 @@ def kubelet(state: Path, identity: Identity, node: Node) -> Start:
         "maxPods": 500,
         "resolvConf": "",
         "serializeImagePulls": False,
+        "volumePluginDir": str(place / "plugins"),
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "nodeStatusUpdateFrequency": "3s",
@@ -205,6 +206,7 @@ def containerd(state: Path, node: Node) -> Start:
         f'[{images}.pinned_images]\nsandbox = "{PAUSE}"',
         f'[{images}.registry]\nconfig_path = "{place}/registries"',
         f'[{runtime}.containerd]\ndefault_runtime_name = "runc"',
+        '[plugins."io.containerd.nri.v1.nri"]\ndisable = true',  # its socket has a fixed place
     ]
     for name, program in handlers.items():
         handler = f"{runtime}.containerd.runtimes.{name}"

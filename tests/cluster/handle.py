@@ -69,9 +69,9 @@ class Handle:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """One process at a time starts or stops it."""
+        """One process at a time starts or stops a cluster."""
         self.root.mkdir(parents=True, exist_ok=True, mode=0o711)
-        with open(self.root / f".{self.name}.lock", "w") as lock:
+        with open(self.root / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -222,11 +222,12 @@ class Handle:
 
 
 def started(pid: int) -> int:
-    """When the process started, in ticks since boot: with the pid, it is this process and no later one. 0: none."""
+    """When the process started, in ticks since boot: with the pid, it is this process and no later one. 0: it ended."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
+    return 0 if words[0] in "ZX" else int(words[19])
 
 
 def last(path: str) -> str:

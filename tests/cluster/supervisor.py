@@ -190,4 +190,6 @@ def _state(pid: int) -> str:
 
 
 if __name__ == "__main__":
+    # Whatever class its starter was in: a real-time process cannot enter a container's cpu control group (v1).
+    os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     Supervisor(Path(sys.argv[1]), [int(word) for word in sys.argv[2:]]).serve()

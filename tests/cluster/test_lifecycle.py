@@ -45,8 +45,21 @@ def _starter(cluster: Cluster) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=-1, stderr=-1, text=True, start_new_session=True)
 
 
-def _groups() -> set[str]:
-    return {str(path) for path in Path("/sys/fs/cgroup").glob("**/k8s.io/*")}
+def _containers(cluster: Cluster) -> set[str]:
+    tasks = cluster.state.glob("nodes/*/containerd/io.containerd.runtime.v2.task/k8s.io/*")
+    return {task.name for task in tasks}
+
+
+def _groups(names: set[str]) -> list[str]:
+    """Control groups of those containers."""
+    return [str(path) for path in Path("/sys/fs/cgroup").glob("**/k8s.io/*") if path.name in names]
+
+
+def _mounts(cluster: Cluster) -> list[str]:
+    """Where a node's own directories lie over built-in paths."""
+    done = cluster.inside(["cat", "/proc/self/mountinfo"], cluster.nodes()[0].name, check=True)
+    targets = [line.split()[4] for line in done.stdout.decode().splitlines()]
+    return [target for target in targets if target in cluster.nodes()[0].binds(cluster.state)]
 
 
 def _processes(state: Path) -> list[str]:
@@ -65,7 +78,6 @@ def _processes(state: Path) -> list[str]:
 
 
 def test_the_starter_is_killed_in_the_middle_and_nothing_is_left(second: Cluster) -> None:
-    groups = _groups()
     starter = _starter(second)
     until("etcd runs", lambda: "etcd" in second.parts() if second.supervisor() else False, 60)
     os.killpg(starter.pid, signal.SIGKILL)
@@ -76,15 +88,15 @@ def test_the_starter_is_killed_in_the_middle_and_nothing_is_left(second: Cluster
     assert second.down()
     assert not started(supervisor)
     assert _processes(second.state) == []
-    assert _groups() <= groups
     assert str(second.state) not in Path("/proc/mounts").read_text()
     assert not second.down(), "there is nothing any more"
     with pytest.raises(ClusterError, match="does not run"):
         second.ask("list")
 
 
-def test_two_starters_at_once_start_one_and_it_outlives_them(second: Cluster) -> None:
-    groups = _groups()
+def test_two_starters_at_once_start_one_and_it_outlives_them(cluster: Cluster, second: Cluster) -> None:
+    mounts = _mounts(cluster)
+    assert any("/var/lib/kubelet" in line for line in mounts)
     starters = [_starter(second) for _ in range(2)]
     said = [starter.communicate(timeout=200) for starter in starters]
     assert [starter.returncode for starter in starters] == [0, 0], said
@@ -97,8 +109,11 @@ def test_two_starters_at_once_start_one_and_it_outlives_them(second: Cluster) ->
     assert done.returncode == 0, done.stderr
     done = second.kubectl("wait", "--for=condition=Ready", "pod/p", "--timeout=60s")
     assert done.returncode == 0, done.stderr
-    supervisor = second.supervisor()
+    supervisor, containers = second.supervisor(), _containers(second)
+    assert len(containers) == 2
+    assert _groups(containers)
     assert second.down()
     assert not started(supervisor)
     assert _processes(second.state) == []
-    assert _groups() <= groups
+    assert _groups(containers) == []
+    assert _mounts(cluster) == mounts, "the other cluster keeps what is mounted in its nodes"
