@@ -318,5 +318,6 @@ class Outcomes(Book):
             return None
         said = breaker.cause.message if breaker.cause else "unknown"
         again = max(0.0, breaker.retry_at - self.now)
-        text = f"creation failed {breaker.failures} times in a row: {said}; next try in {again:.1f} s"
+        times = "once" if breaker.failures == 1 else f"{breaker.failures} times in a row"
+        text = f"creation failed {times}: {said}; next try in {again:.1f} s"
         return "breaker", text, breaker.cause

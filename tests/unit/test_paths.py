@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import rlsandbox as rls
 from rlsandbox import _paths
 from rlsandbox.backends import keeper_binary
 from rlsandbox.backends.local.state import RunState
-from rlsandbox.errors import ConfigError
+from rlsandbox.errors import ConfigError, ProvisionError
+from tests.support.small_disk import small_disk
 
 SAYS = r"cannot be used: .*Not a directory.*set RLSANDBOX_HOME"
 
@@ -52,7 +54,7 @@ def test_a_home_that_is_not_ascii_in_a_locale_that_is(tmp_path: Path) -> None:
     home = tmp_path / "h\u00f6m\u00e9"
     locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
     for command in (
-        ["simulate", "--specs", "3", "--json"],
+        ["reap"],
         ["ledger", "show"],
         ["doctor"],
         ["config", "show"],
@@ -68,3 +70,18 @@ def test_a_home_that_is_not_ascii_in_a_locale_that_is(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert list(home.glob("*.db"))
+
+
+def test_a_cache_without_room_is_told_at_once_and_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLSANDBOX_KEEPER", str(keeper_binary()))
+    with small_disk(tmp_path / "small", "256k") as disk:
+        monkeypatch.setenv("RLSANDBOX_CACHE", str(disk / "cache"))
+        says = (
+            f"creation failed once: making the host's base failed at {disk}/cache.*No space left.*free some"
+        )
+        pool = rls.Pool(size=1, config=False, ledger=tmp_path / "ledger")
+        with pool, pytest.raises(ProvisionError, match=says):
+            pool.claim(rls.Task(id="t"))
+        assert not list((disk / "cache").glob("**/root")), "nothing half-made is left"

@@ -23,6 +23,11 @@ from .layers import Unpacker
 from .view import OPAQUE
 
 CLONE_NEWUSER = 0x10000000
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+_DOING = {
+    "image": "unpacking the image", "remove": "removing files", "host": "making the host's base",
+    "fit": "fitting the image",
+}  # fmt: skip
 MAX_LOWERS = 16  # of one image: every lookup that misses asks each of them
 
 
@@ -39,10 +44,12 @@ def main() -> None:
         kind = "image" if isinstance(error, ImageError) else "provision"
         answer = {"error": kind, "message": error.message, "kind": error.kind, "hint": error.hint}
     except OSError as error:
-        what = f"{error.filename}: " if error.filename else ""
-        hint = "free some space or set RLSANDBOX_CACHE" if error.errno == errno.ENOSPC else ""
-        answer = {"error": "provision", "kind": "", "hint": hint}
-        answer["message"] = f"{request['job']}: {what}{error.strerror or error}"
+        where = error.filename or request["arguments"].get("cache", "")
+        answer = {"error": "provision", "kind": "", "hint": ""}
+        if error.errno in _NO_PLACE:  # trying again at once cannot help
+            answer["hint"] = "free some space there, or set RLSANDBOX_CACHE to a directory with room"
+            answer |= {"kind": "no_room", "retryable": False}
+        answer["message"] = f"{_DOING[request['job']]} failed at {where}: {error.strerror or error}"
     sys.stdout.write(json.dumps(answer))
     sys.stdout.flush()
     os._exit(0)  # the watching thread sits in a read

@@ -82,7 +82,9 @@ async def _talk(process: Process, job: str, arguments: dict[str, Any], ids: IdMa
             f"the {job} worker ended with {status}: {said[-1] if said else 'no word'}"
         ) from None
     if "error" in data:
-        raise _ERRORS[data["error"]](data["message"], kind=data["kind"] or None, hint=data["hint"])
+        raise _ERRORS[data["error"]](
+            data["message"], kind=data["kind"] or None, hint=data["hint"], retryable=data.get("retryable")
+        )
     return data["result"]
 
 
