@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import secrets
+import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -107,6 +108,8 @@ class Durable(asyncio.Transport):
         self._attached_at = 0.0
         """Since when the present transport carries; 0: there is none."""
         self._task: asyncio.Task[None] | None = None
+        self._handing: asyncio.Task[None] | None = None
+        self._pair: tuple[socket.socket, socket.socket] | None = None
         self._early = bytearray()
         """Arrived before anybody was there to take it."""
         self._rest = bytearray()
@@ -146,7 +149,16 @@ class Durable(asyncio.Transport):
         return self._protocol  # type: ignore[no-any-return]
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return default
+        """``socket``: one end of a pair by which the stream can be handed to another process.
+
+        Whoever duplicates it and then aborts this transport has handed it on: from then on the session is
+        carried to and from the pair, and ends with it.
+        """
+        if name != "socket":
+            return default
+        if self._pair is None:
+            self._pair = socket.socketpair()
+        return self._pair[0]
 
     def is_closing(self) -> bool:
         return self._closing
@@ -184,11 +196,24 @@ class Durable(asyncio.Transport):
 
     def abort(self) -> None:
         """End the session from this side. What the keeper runs lives on until its grace is over."""
-        if not self._closing:
+        if self._pair is not None and not self._closing:
+            (theirs, ours), self._pair = self._pair, None
+            theirs.close()
+            self._handing = self._loop.create_task(self._hand_on(ours), name="rlsandbox: hand a stream on")
+        elif not self._closing:
             self._closing = True
             if self._task is not None:
                 self._task.cancel()
             self._loop.call_soon(self._lost, None)
+
+    async def _hand_on(self, ours: socket.socket) -> None:
+        """Carry the session to and from *ours*; at once its end, when nobody holds the other end."""
+        old, self._protocol = self._protocol, None
+        if old is not None:
+            old.connection_lost(None)
+        ours.setblocking(False)
+        await self._loop.create_connection(lambda: _Pair(self), sock=ours)
+        self.resume_reading()
 
     def fail(self, error: BaseException) -> None:
         """End the session for a reason that somebody else has found out (the place is gone)."""
@@ -211,6 +236,8 @@ class Durable(asyncio.Transport):
 
     def _lost(self, error: BaseException | None) -> None:
         self._kept.clear()
+        for end in self._pair or ():
+            end.close()
         protocol, self._protocol = self._protocol, None
         if protocol is not None:
             protocol.connection_lost(error)
@@ -397,6 +424,42 @@ class Durable(asyncio.Transport):
             raise SandboxDiedError(fields.text(Tag.TEXT), kind=fields.text(Tag.KIND) or "ended")
         elif kind not in (Kind.CONFIRM, Kind.PONG):
             raise SandboxDiedError(f"its keeper broke the protocol: record {kind}")
+
+
+class _Pair(asyncio.Protocol):
+    """Between a session and a socket whose other end somebody else holds. What is under way is bounded by the
+    windows of the inner stream."""
+
+    def __init__(self, session: Durable) -> None:
+        self._session = session
+        self._transport: Any = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+        self._session.set_protocol(_FromSession(self._transport))
+
+    def data_received(self, data: bytes) -> None:
+        self._session.write(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._session.abort()
+
+
+class _FromSession(asyncio.Protocol):
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._transport.write(data)
+
+    def pause_writing(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._transport.close()
 
 
 def _take(buffer: bytearray) -> tuple[int, int, bytes] | None:

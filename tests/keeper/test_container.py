@@ -249,3 +249,25 @@ def test_a_keeper_that_cannot_be_reached_is_not_taken_for_dead(monkeypatch: pyte
             assert await run == (0, b"x\n")
 
     asyncio.run(main())
+
+
+def test_a_stream_can_be_handed_on_and_back() -> None:
+    async def main() -> None:
+        async with container("plain", *LIMITS) as made, seat(made) as s:
+            await s.sh("echo one > /tmp/rls-state")
+            for _ in range(2):
+                welcome, taken = s.client.welcome, s.client.detach()
+                streams = await asyncio.open_connection(sock=taken)  # as another process would
+                s.client = await KeeperClient.open(*streams, member="x", welcome=welcome)
+                assert await s.sh("cat /tmp/rls-state") == (0, b"one\n")
+                s.cut()
+                assert (await s.sh("head -c 3000000 /dev/zero | wc -c"))[1].strip() == b"3000000"
+                if _ == 0:
+                    await s.client.aclose()  # the pair ends, and with it the session
+                    await s.stream.wait_closed()
+                    assert s.stream.is_closing()
+                    s.stream = await Durable.open(lambda: dial(made), token=TOKEN)
+                    s.client = await KeeperClient.open(*s.stream.streams(), member="x")
+                    await s.sh("echo one > /tmp/rls-state")
+
+    asyncio.run(main())
