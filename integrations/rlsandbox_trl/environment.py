@@ -93,7 +93,7 @@ class SandboxEnvironment:
         """The reward of the work; None when infrastructure broke the rollout."""
         if self._rollout is None:
             return None
-        self._training._finish()
+        self._training._finish()  # where a whole batch has come to its end; a rollout worker asks one by one
         return self._rollout.reward()
 
     # ------------------------------------------------------------------ tools

@@ -178,7 +178,12 @@ class SandboxTraining:
         )
 
     def _finish(self) -> None:
-        """Grade the whole batch side by side: the trainer asks for one reward after the other."""
+        """Grade the whole batch side by side: the trainer asks for one reward after the other.
+
+        Only within a batch of a trainer that this is attached to: elsewhere others may be in their midst.
+        """
+        if self._batch is None:
+            return
         if self._grading_since is None:
             self._grading_since = time.monotonic()
         for environment in self._environments:

@@ -215,6 +215,56 @@ def test_a_factory_that_is_sent_to_another_process_uses_the_same_pool(example: A
         assert pool.stats().live <= 1
 
 
+def test_a_rollout_that_ends_leaves_the_others_alone(example: Any) -> None:
+    """A rollout worker's rollouts end one by one, not in batches."""
+    sandboxes = SandboxTraining(example.tasks(2), tools=["write_file"], size=2)
+    with sandboxes.pool:
+        first, second = sandboxes(), sandboxes()
+        first.reset(task_id="letters-0")
+        second.reset(task_id="letters-1")
+        first.write_file("answer.txt", "abcd")
+        second.write_file("answer.txt", "ab12")
+        assert first.get_reward() == 1.0
+        second.write_file("answer.txt", "abc1")
+        assert second.get_reward() == 0.75
+
+
+class Worker(SandboxEnvironment):
+    def more(self) -> str:
+        """More.
+
+        Returns:
+            str: a word.
+        """
+        return self._sandbox.run("echo more").text
+
+
+def test_a_factory_arrives_as_it_was_sent(example: Any) -> None:
+    options = {"retries": 3, "claim_timeout": 7.0, "step_timeout": 9.0, "command_timeout": 5.0, "output": 100}
+    sandboxes = SandboxTraining(
+        example.tasks(2), tools=["submit"], environment=_importable(Worker), size=1, **options
+    )
+    with sandboxes.pool as pool:
+        arrived = pickle.loads(pickle.dumps(sandboxes))
+        assert list(arrived.tasks) == list(sandboxes.tasks)
+        assert {name: getattr(arrived, f"_{name}") for name in options} == options
+        environment = arrived()
+        environment.reset(task_id="letters-1")
+        assert environment.more() == "more\n" and environment.submit() == "Submitted."
+        assert not callable(environment.shell)
+        assert environment.get_reward() == 0.0
+        arrived.pool.close()
+        assert [record.reward for record in pool.report().records] == [0.0]
+
+
+def _importable(kind: type) -> type:
+    """Tests are no modules that pickle could import by their name."""
+    module = sys.modules.setdefault("rls_test_worker", type(sys)("rls_test_worker"))
+    setattr(module, kind.__name__, kind)
+    kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
+    return kind
+
+
 def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_trainer: Any) -> None:
     """Where a generation takes longer than making ready, nobody waits for a setup again."""
     sandboxes = SandboxTraining(example.tasks(6, setup="true"), tools=["write_file"], size=8)
