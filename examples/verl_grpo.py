@@ -60,9 +60,14 @@ def make_model(place: Path) -> None:
     words = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
     words.chat_template = TEMPLATE
     words.save_pretrained(place)
-    LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1
-    ).save_pretrained(place)
+    config = LlamaConfig(
+        vocab_size=len(words),
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    config.save_pretrained(place)
 
 
 @ray.remote(num_cpus=0)  # type: ignore[untyped-decorator]
@@ -162,7 +167,7 @@ def configuration(place: Path, steps: int) -> Any:
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": place / "loops.yaml",  # one
         "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": MANAGER,  # two
         "algorithm.adv_estimator": "grpo",
-        "+algorithm.rollout_correction.bypass_mode": True,  # the generating policy is the trained one
+        "algorithm.rollout_correction.bypass_mode": True,  # the generating policy is the trained one
         "data.train_files": place / "train.parquet",
         "data.val_files": place / "train.parquet",
         "data.train_batch_size": 4,

@@ -80,14 +80,16 @@ class SandboxAgentLoop(ToolAgentLoop):  # type: ignore[misc]
     async def _rollout(
         self, sampling_params: dict[str, Any], priority: int, uid: str, kwargs: dict[str, Any]
     ) -> tuple[AgentLoopOutput | None, BaseException | None]:
+        job = job_of(self.settings)
         row = kwargs.get("extra_info") or {}
         task_id = row.get("task_id")
         if not task_id:
-            raise ConfigError(
+            error = ConfigError(
                 "a row of the data set has no extra_info.task_id",
                 hint="write the data set with rlsandbox_verl.to_parquet",
             )
-        job = job_of(self.settings)
+            await job.refused(error)
+            raise error
         try:
             begun, pool = await job.begin(str(task_id), row.get("task_source"), uid)
         except CALLERS_MISTAKES:

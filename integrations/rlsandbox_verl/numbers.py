@@ -135,6 +135,11 @@ class Numbers:
             self.missing_in_row += 1
             self.last_failure = end.failure or ""
 
+    def refused(self, why: str) -> None:
+        """A rollout was never begun."""
+        self.missing_in_row += 1
+        self.last_failure = why
+
     def pop(self) -> dict[str, Window]:
         """Windows by mode, each event once."""
         self._take()

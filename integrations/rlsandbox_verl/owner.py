@@ -56,7 +56,15 @@ class PoolOwner:
     def begin(self, task_id: str, source: str | None, uid: str) -> Begun:
         """For a rollout that begins."""
         mode = "val" if uid in self._validating else "train"
-        return Begun(self._task(task_id, source), self._pool.ref, mode)
+        try:
+            return Begun(self._task(task_id, source), self._pool.ref, mode)
+        except SandboxError as error:
+            self.refused(str(error))
+            raise
+
+    def refused(self, why: str) -> None:
+        """A rollout could not even begin; verl goes on whatever it raises, so somebody has to count."""
+        self._numbers.refused(why)
 
     def ref(self) -> rls.PoolRef:
         return self._pool.ref
@@ -249,6 +257,9 @@ class Job:
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
+
+    async def refused(self, error: Exception) -> None:
+        await ask(self.owner, "refused", str(error))
 
     async def ended(self, end: Ended) -> None:
         try:

@@ -244,7 +244,8 @@ class Session:
         """For the pool's owner."""
         uid, group, batch = self._names
         done = self.record is not None and self.record.status == "completed"
-        kind = None if done else self.failure.kind if self.failure is not None else "cancelled"
+        failed = self.mistake or self.failure
+        kind = None if done else failed.kind if failed is not None else "cancelled"
         return Ended(
             uid, group, batch, self._began, time.monotonic(), done, self.task.grader is not None,
             self.reward if done else None, kind, self.attempts, tuple(self._blocked), tuple(self._busy),

@@ -91,3 +91,20 @@ def test_the_plugin_registers_the_loop_by_name() -> None:
         env={**os.environ, "VERL_USE_EXTERNAL_PLUGINS": "none"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_importing_verl_loads_the_plugin() -> None:
+    from importlib.metadata import entry_points
+
+    if not [e for e in entry_points(group="verl.plugins") if e.value == "rlsandbox_verl.plugin"]:
+        pytest.skip("the package itself is not installed, so it has no entry points")
+    code = (
+        "import verl\n"
+        "from verl.experimental.agent_loop.agent_loop import _agent_loop_registry as known\n"
+        "assert 'sandbox_agent' in known, known\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300,
+        env={k: v for k, v in os.environ.items() if k != "VERL_USE_EXTERNAL_PLUGINS"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
