@@ -8,7 +8,7 @@ the stream ends, the sandbox is lost.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterable
 from typing import Any
 
 from ..results import FileInfo
@@ -81,15 +81,25 @@ class KeeperClient(Connection):
         """End every process of the episode but its first."""
         await self.call(Op.KILL_ALL)
 
-    async def export(self) -> AsyncIterator[bytes]:
-        """The upper layer as a tar stream."""
-        channel = self.request(encode_fields({"op": Op.EXPORT}))
+    async def export(self, layer: str | None = None) -> AsyncGenerator[bytes, None]:
+        """The upper layer as a tar stream; or a sealed one, with all layers below it in one."""
+        what: dict[str, Any] = {} if layer is None else {"layer": layer, "flags": 1}
+        channel = self.request(encode_fields({"op": Op.EXPORT, **what}))
         try:
             while (item := await channel.recv()) is not None:
                 yield item[1]
         finally:
             if not channel.ended:
                 await channel.cancelled(CANCEL_GRACE_S)
+
+    async def bring_layer(self, layer: str, source: KeeperClient) -> int:
+        """Bring a sealed layer here from another keeper, by way of us; its bytes. Ends the episode."""
+        await self.reset("")
+        tar = source.export(layer)
+        try:
+            return await self.import_layer(layer, tar)
+        finally:
+            await tar.aclose()
 
     async def import_layer(self, layer: str, tar: bytes | AsyncIterable[bytes]) -> int:
         """Make a sealed layer of a tar stream; its bytes."""

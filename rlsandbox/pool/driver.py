@@ -332,8 +332,15 @@ class Driver(Watching):
 
     def _arrived(self, name: str, held: Held) -> None:
         self.held[name] = held
+        if hasattr(held.link, "source"):
+            held.link.source = self._layer_at
         held.link.on_lost(lambda error: self._lost(name, error))
         self.tell(self.core.provisioned, name)
+
+    def _layer_at(self, layer: str) -> Any:
+        """A link to a member that has the layer."""
+        links = (held.link for held in self.held.values())
+        return next((link for link in links if getattr(link, "has", lambda _: False)(layer)), None)
 
     def _lost(self, name: str, error: BaseException) -> None:
         held = self.held.get(name)

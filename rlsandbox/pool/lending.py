@@ -255,6 +255,10 @@ class Lender:
         )
         snapshot = AsyncSnapshot(self, id=name or layer, bytes=size, task=lease.task, spec=lease.spec)
         snapshot.layer = layer  # type: ignore[attr-defined]
+        held = driver.held.get(lease.member)
+        holds = getattr(held.link, "holds", None) if held is not None else None
+        if holds is not None:
+            holds(layer)
         snapshot.parent = lease  # type: ignore[attr-defined]
         self.snapshots[snapshot.id] = snapshot
         return snapshot

@@ -89,6 +89,8 @@ class KeeperLink:
         """Layers that the keeper may still have though the pool has dropped them."""
         self._away = False
         self._tell_lost: Callable[[BaseException], object] | None = None
+        self.source: Callable[[str], KeeperLink | None] | None = None
+        """Another member's link that has a layer, where the backend cannot carry layers itself."""
 
     @classmethod
     async def open(
@@ -205,7 +207,7 @@ class KeeperLink:
     ) -> None:
         await self._drop_stale()
         if layer is not None and layer not in self._given:
-            if not await self._backend.give_layer(layer, self._member):
+            if not await self._backend.give_layer(layer, self._member) and not await self._bring(layer):
                 raise SandboxError(
                     f"layer {layer} could not be brought to the sandbox",
                     kind="layer", phase="reset", retryable=True, sandbox=self._member.id,
@@ -215,6 +217,21 @@ class KeeperLink:
             self.client, self._plugins, task=task, layer=layer or "", baseline=self._baseline,
             deadline_s=RESET_S, credentials=credentials, trusted=lambda argv: self._trusted(task, argv),
         )  # fmt: skip
+
+    async def _bring(self, layer: str) -> bool:
+        other = self.source(layer) if self.source is not None else None
+        if other is None:
+            return False
+        await self.client.bring_layer(layer, other.client)
+        return True
+
+    def holds(self, layer: str) -> None:
+        """A layer was sealed here by who has the sandbox."""
+        self._given.add(layer)
+
+    def has(self, layer: str) -> bool:
+        """Whether the layer can be had from here now."""
+        return layer in self._given and not self._away and not self.client.lost.done()
 
     async def _trusted(self, task: Task | None, argv: list[str]) -> CommandResult:
         """Run a program for a reset policy, in the sandbox as RESET has left it."""

@@ -169,11 +169,11 @@ class Lifecycle(Fixtures):
         assert not sandbox.run("ls /tmp/x").ok
 
     def test_snapshot_and_fork(self, sandbox: Sandbox, make: Callable[..., Sandbox]) -> None:
-        sandbox.run("echo first >/tmp/f; rm -f /etc/hostname; chmod 700 /tmp/f", check=True)
+        sandbox.run("echo first >/tmp/f; rm -f /etc/passwd; chmod 700 /tmp/f", check=True)
         snapshot = sandbox.snapshot()
         sandbox.run("echo parent >/tmp/f")
         with snapshot.fork(3, timeout=LONG) as kids:
-            assert [k.run("cat /tmp/f; ls /etc/hostname").stdout for k in kids] == ["first\n"] * 3
+            assert [k.run("cat /tmp/f; ls /etc/passwd").stdout for k in kids] == ["first\n"] * 3
             for i, kid in enumerate(kids):
                 kid.run(f"echo kid {i} >/tmp/f")
             assert [k.read_text("/tmp/f") for k in kids] == [f"kid {i}\n" for i in range(3)]

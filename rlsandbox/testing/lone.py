@@ -32,6 +32,8 @@ class LoneHost:
         self.waited: list[float] = []
         self._members: dict[str, Member] = {}
         self._saved: dict[str, bytes] = {}
+        self._sealed: dict[str, KeeperClient] = {}
+        """Whose keeper has a snapshot's layer."""
         self._numbers = itertools.count(1)
         self._run = secrets.token_hex(4)
 
@@ -51,7 +53,8 @@ class LoneHost:
         client = await self._client(name, spec, timeout)
         try:
             if layer:
-                await self.backend.give_layer(layer, self._members[name])
+                if not await self.backend.give_layer(layer, self._members[name]):
+                    await client.bring_layer(layer, self._sealed[layer])
                 await client.reset(layer)
             base = {**self.backend.environment(spec), **(env or {})}
             member = self._members[name]
@@ -119,6 +122,7 @@ class LoneHost:
                     "processes run in the sandbox", hint="snapshot(kill=True)", sandbox=sandbox.id
                 ) from None
             raise
+        self._sealed[layer] = sandbox.client
         return AsyncSnapshot(self, id=layer, bytes=size, task=sandbox.task, spec=sandbox.spec)
 
     async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:

@@ -21,13 +21,11 @@ pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbo
 from rlsandbox.backends.kubernetes import Kubernetes
 
 TEST = os.environ.get("RLSANDBOX_TEST_IMAGE", "registry.test/test:1")
-NO_SHARING = "a layer stays in the pod that made it"
 FOREIGN = "/proc is the container's: pids in it are not the episode's"
 
 
 class TestOverlay(OnePerClass, BackendConformance):
     skip: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("fork", "snapshot_fork", "forks", "a_chain"), NO_SHARING),
         **dict.fromkeys(("no_hidden_deadline", "much_output[300"), "as locally"),
     }
     spec = Spec(memory="2GiB")

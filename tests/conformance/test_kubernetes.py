@@ -27,12 +27,9 @@ from tests.support.fake_apiserver import FakeApi, Pods, api_server, kubeconfig
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
-NO_SHARING = "a layer stays in the pod that made it"
-
 
 class TestKubernetes(OnePerClass, BackendConformance):
     skip: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("fork", "snapshot_fork", "forks", "a_chain"), NO_SHARING),
         **dict.fromkeys(("no_hidden_deadline", "much_output[300"), "as locally"),
     }
     spec = Spec(image="any", memory="2GiB")

@@ -228,15 +228,18 @@ static void directory(struct export *x, int fd, int depth)
 }
 
 /* flags 1: with all layers below, in one */
-static void merged(struct worker *w, char *top, size_t cap, struct err *e)
+/* slot: of a sealed layer, which is put together with all below it; -1: the live upper */
+static void merged(struct worker *w, int slot, char *top, size_t cap, struct err *e)
 {
     static char paths[MAX_CHAIN + 1][64];
     const char *from[MAX_CHAIN + 1];
     struct keeper *k = w->k;
     unsigned n = 0;
-    path_join(paths[n], sizeof paths[n], "/k/u/%u", k->generation);
-    for (n = 1; n <= k->nstack; n++)
-        layers_path(&k->layers, k->stack[n - 1], paths[n], sizeof paths[n]);
+    if (slot < 0)
+        path_join(paths[n++], sizeof paths[0], "/k/u/%u", k->generation);
+    const uint16_t *chain = slot < 0 ? k->stack : k->layers.at[slot]->chain;
+    for (unsigned i = 0; i < (slot < 0 ? k->nstack : k->layers.at[slot]->n); i++)
+        layers_path(&k->layers, chain[i], paths[n++], sizeof paths[0]);
     for (unsigned i = 0; i < n; i++)
         from[i] = paths[i];
     if (unshare(CLONE_NEWNS) < 0 || mount("rls", "/k/m", "tmpfs", 0, "mode=0755") < 0)
@@ -256,10 +259,10 @@ void work_export(struct worker *w)
     int slot = -1;
     if (tlv_str(w->p, w->n, TAG_LAYER, layer, sizeof layer) > 0 && (slot = layers_find(&k->layers, layer)) < 0)
         fail(&e, ENOENT, "export layer %s: it is not here", layer);
+    else if (tlv_get(w->p, w->n, TAG_FLAGS, 0) & EXPORT_ALL)
+        merged(w, slot, top, sizeof top, &e);
     else if (slot >= 0)
         layers_path(&k->layers, (unsigned)slot, top, sizeof top);
-    else if (tlv_get(w->p, w->n, TAG_FLAGS, 0) & EXPORT_ALL)
-        merged(w, top, sizeof top, &e);
     else
         path_join(top, sizeof top, "/k/u/%u", k->generation);
     for (unsigned i = 0; i < k->set.overlays && !e.no; i++) {
