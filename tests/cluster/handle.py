@@ -118,6 +118,8 @@ class Handle:
         self.ask("start", name=name, **start | {"argv": [*start["argv"], *more]})
 
     def signal(self, name: str, number: int = signal.SIGTERM) -> None:
+        if name not in (parts := self.parts()):
+            raise ClusterError(f"no part {name}; there are {', '.join(sorted(parts))}")
         self.ask("signal", name=name, signal=int(number))
 
     def kill(self, name: str) -> None:
