@@ -61,12 +61,9 @@ def make_model(place: Path) -> None:
     words.chat_template = TEMPLATE
     words.save_pretrained(place)
     config = LlamaConfig(
-        vocab_size=len(words),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
+        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
     config.save_pretrained(place)
 
 
