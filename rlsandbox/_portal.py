@@ -13,6 +13,7 @@ import contextvars
 import os
 import threading
 import weakref
+from asyncio import tasks as _tasks
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -41,7 +42,15 @@ class _Job:
         self.submitted = False
         self.over = False
 
+    def succeeded(self, result: Any) -> None:
+        self.result = result
+        self.task = None
+        self.over = True
+        self.done.release()
+
     def finished(self, task: asyncio.Task[Any]) -> None:
+        if self.over:
+            return
         if task.cancelled():
             self.error = asyncio.CancelledError()
         else:
@@ -58,6 +67,80 @@ class _Job:
             self.done.acquire()
 
 
+_enter: Callable[[Any, Any], None] | None = getattr(_tasks, "_enter_task", None)
+_leave: Callable[[Any, Any], None] | None = getattr(_tasks, "_leave_task", None)
+
+
+class _Driven(Coroutine[Any, Any, Any]):
+    """A job's coroutine as its task sees it.
+
+    A round of an event loop costs as much as a small operation, and a call through the portal had five of
+    them. So the first step is taken right where the loop was woken for the job (:meth:`begin`), and a result
+    is handed over by the step that made it; errors and cancellation take the task's own way.
+    """
+
+    __slots__ = ("_coro", "_ended", "_first", "_job")
+
+    def __init__(self, job: _Job) -> None:
+        self._job = job
+        self._coro = job.coro
+        self._first: Any = None
+        self._ended: BaseException | None = None
+
+    def begin(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
+        """Take the first step, as the task and in its context, before the loop comes to it."""
+        if _enter is None or _leave is None:
+            return
+        _enter(loop, task)
+        try:
+            first = self._job.ctx.run(self.send, None)
+            self._first = _GAVE_WAY if first is None else first
+        except BaseException as ended:  # the task says it once more, in its own step
+            self._ended = ended
+        finally:
+            _leave(loop, task)
+
+    def send(self, value: Any) -> Any:
+        if self._first is not None or self._ended is not None:
+            return self._begun()
+        try:
+            return self._coro.send(value)
+        except StopIteration as stop:
+            self._job.succeeded(stop.value)
+            raise
+
+    def throw(self, *error: Any) -> Any:
+        first = self._first
+        if self._ended is not None or (first not in (None, _GAVE_WAY) and first.cancel()):
+            return self._begun()  # what it waits for is cancelled, as by any task; that comes back to it
+        self._first = None
+        try:
+            return self._coro.throw(*error)
+        except StopIteration as stop:
+            self._job.succeeded(stop.value)
+            raise
+
+    def _begun(self) -> Any:
+        """What the first step came to."""
+        first, self._first = self._first, None
+        ended, self._ended = self._ended, None
+        if ended is None:
+            return None if first is _GAVE_WAY else first
+        try:
+            raise ended
+        finally:
+            del ended  # no cycle through the traceback
+
+    def close(self) -> None:
+        self._coro.close()
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        raise TypeError("only a task drives it")
+
+
+_GAVE_WAY = object()
+
+
 class Portal:
     """An event loop on a daemon thread. Close it when done; interpreter exit does it otherwise."""
 
@@ -68,6 +151,8 @@ class Portal:
         self._jobs: deque[_Job] = deque()
         self._closing: set[asyncio.Task[None]] = set()
         self.loop = asyncio.new_event_loop()
+        # A wake-up of the loop's own costs a handle, a context and two reads more.
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if hasattr(os, "eventfd") else -1
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=name, daemon=True)
         self._thread.start()
@@ -76,12 +161,16 @@ class Portal:
 
     def _run(self, ready: threading.Event) -> None:
         asyncio.set_event_loop(self.loop)
+        if self._bell >= 0:
+            self.loop.add_reader(self._bell, self._rung)
         self.loop.call_soon(ready.set)
         try:
             self.loop.run_forever()
         finally:
             self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+            if self._bell >= 0:  # nobody rings any more: the portal is closed
+                os.close(self._bell)
 
     @property
     def closed(self) -> bool:
@@ -156,7 +245,14 @@ class Portal:
             job.submitted = True
             # One wake-up for any number of jobs that came meanwhile.
             if len(self._jobs) == 1:
-                self.loop.call_soon_threadsafe(self._start)
+                if self._bell >= 0:
+                    os.eventfd_write(self._bell, 1)
+                else:
+                    self.loop.call_soon_threadsafe(self._start)
+
+    def _rung(self) -> None:
+        os.eventfd_read(self._bell)
+        self._start()
 
     def _start(self) -> None:
         while True:
@@ -164,8 +260,10 @@ class Portal:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-            job.task = self.loop.create_task(job.coro, context=job.ctx)
-            job.task.add_done_callback(job.finished)
+            driven = _Driven(job)
+            job.task = task = self.loop.create_task(driven, context=job.ctx)
+            task.add_done_callback(job.finished)
+            driven.begin(self.loop, task)
 
     def _cancel(self, job: _Job) -> bool:
         """Ask for the job's end; False when the loop is gone and there is nothing to wait for."""

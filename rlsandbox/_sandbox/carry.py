@@ -35,7 +35,10 @@ async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
     Raises:
         SandboxFileError: the work cannot be read, or does not fit.
     """
-    changed = sorted(await sandbox.client.changes("/"), key=lambda info: info.name)
+    found = await sandbox.client.changes("/")
+    if found.truncated:  # half of the work is not the work
+        raise file_error(errno.ELOOP, "/", sandbox=sandbox.id)
+    changed = sorted(found, key=lambda info: info.name)
     places = trust.places
     inside = [info for info in changed if within(info.name, places)]
     foreign = [info.name for info in await trust.foreign(inside)]

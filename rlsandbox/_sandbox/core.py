@@ -189,7 +189,10 @@ class AsyncSandbox(SandboxBase):
         await files.download(self, remote, local, exclude, user, progress)
 
     async def changes(self, path: Path_ = "/") -> list[FileInfo]:
-        """Every path that differs from the state the episode began with; seen from outside it."""
+        """Every path that differs from the state the episode began with; seen from outside it.
+
+        What it gives has ``truncated`` set when there is more in directories over 1,000 deep.
+        """
         self._require("ready", "paused", "graded")
         return await self._client.changes(self.path(path))
 

@@ -2,8 +2,10 @@
 
 Used at install by the in-tree build backend, which loads this file by path before the package exists (so: no
 imports from the package at module level), and later by :func:`keeper_binary`, which finds a keeper that fits
-the sources or makes one. The compiler is one of the machine's that can link statically (musl's first:
-smaller), else the ``ziglang`` wheel, which also builds for other architectures.
+the sources or makes one. The compiler is ``$CC`` where that is set, else musl's, else the ``ziglang`` wheel
+where it is installed (it builds for other architectures too), else the machine's own where it links
+statically: with glibc the keeper is four times as large. As a program (``build.py release``) it prints the
+flags, for the Makefile.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ ZIG = "ziglang"
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-fno-strict-aliasing")
-_RELEASE = ("-O2", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
+_RELEASE = ("-Os", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "release": _RELEASE,
     # With musl where that is: a third of the size. What is put into a ConfigMap must stay below 1 MiB.
@@ -65,16 +67,20 @@ def source_digest() -> str:
 def compilers(arch: str) -> Iterator[list[str]]:
     """Commands that may compile for *arch*, the best first. None of them has been tried yet."""
     own = arch == machine()
-    names = [f"{arch}-linux-musl-gcc"]
-    if own:
-        names += ["musl-gcc", os.environ.get("CC", ""), "cc", "gcc", "clang"]
-    names.append(f"{arch}-linux-gnu-gcc")
+    zig = importlib.util.find_spec(ZIG) is not None
+    by_musl = [os.environ.get("CC", "") if own else "", f"{arch}-linux-musl-gcc", "musl-gcc" if own else ""]
+    by_glibc = [*(("cc", "gcc", "clang") if own else ()), f"{arch}-linux-gnu-gcc"]
+    yield from _found(by_musl)
+    if zig:
+        yield [sys.executable, "-m", ZIG, "cc", "-target", f"{arch}-linux-musl"]
+    yield from _found(by_glibc)
+
+
+def _found(names: Sequence[str]) -> Iterator[list[str]]:
     for name in names:
         command = name.split()
         if command and shutil.which(command[0]):
             yield command
-    if importlib.util.find_spec(ZIG) is not None:
-        yield [sys.executable, "-m", ZIG, "cc", "-target", f"{arch}-linux-musl"]
 
 
 def small_compilers(arch: str) -> Iterator[list[str]]:
@@ -188,3 +194,7 @@ def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 127, "", str(error))
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"it took over {LONGEST_S} s")
+
+
+if __name__ == "__main__":
+    print(*_FLAGS, *VARIANTS[sys.argv[1]])

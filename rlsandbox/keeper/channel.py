@@ -26,6 +26,7 @@ _TAIL = int(Flag.TAIL)
 _ENDED_BY_LIMIT = int(ExitFlag.TIMED_OUT | ExitFlag.OOM)
 _DATA, _STARTED, _CREDIT, _EOF = int(Type.DATA), int(Type.STARTED), int(Type.CREDIT), int(Type.EOF)
 _END_EXIT, _END_REPLY, _END_FAIL = int(Type.EXIT), int(Type.REPLY), int(Type.FAIL)
+_PID = struct.Struct("<HII")
 _EXIT = struct.Struct("<HII HII HIQ HIQ HIQ".replace(" ", ""))
 _EXIT_TAGS = (
     *(int(Tag.STATUS), 4),
@@ -153,10 +154,10 @@ class Channel:
                 self._queue.append((stream, payload, bool(flags & _TAIL)))
                 self._wake()
         elif type_ == _STARTED:
-            self.pid = Fields.decode(payload).int(Tag.PID)
+            self.pid = _started_pid(payload)
+            self._wake()
             if self.on_started is not None:
                 self.on_started(self.pid)
-            self._wake()
         elif type_ == _CREDIT:
             out = self._out.get(stream)
             if out is not None:
@@ -383,6 +384,14 @@ class CommandChannel(Channel):
         if not isinstance(end, Exit):
             raise ProtocolError("a command ended with REPLY")
         return end
+
+
+def _started_pid(payload: bytes) -> int:
+    if len(payload) == _PID.size:
+        tag, size, pid = _PID.unpack(payload)
+        if tag == Tag.PID and size == 4:
+            return int(pid)
+    return Fields.decode(payload).int(Tag.PID)
 
 
 def _throw_away(stream: int, data: bytes, tail: bool) -> None:

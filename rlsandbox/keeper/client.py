@@ -22,9 +22,15 @@ _NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EI
 
 
 class Changes(list[FileInfo]):
-    """The changed paths an answer held; ``total``: how many there are in truth."""
+    """The changed paths an answer held.
+
+    Attributes:
+        total: how many there are in truth.
+        truncated: there are more still, in directories too deep (over 1,000) to be looked into.
+    """
 
     total: int
+    truncated: bool = False
 
 
 class KeeperClient(Connection):
@@ -46,6 +52,7 @@ class KeeperClient(Connection):
         data, reply = await self.collect(Op.CHANGES, path=path, limit=limit)
         found = Changes(file_info(e) for e in decode_entries([bytes(data)]))
         found.total = reply.int(Tag.COUNT, len(found))
+        found.truncated = bool(reply.int(Tag.FLAGS))
         return found
 
     async def seal(self, layer: str, *, kill: bool = False) -> int:

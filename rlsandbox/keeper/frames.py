@@ -72,6 +72,9 @@ class Frame(NamedTuple):
     payload: bytes
 
 
+_new = tuple.__new__  # what Frame(...) comes to, without a call of Python's for each frame
+
+
 def encode(type_: int, channel: int, payload: bytes = b"", *, stream: int = 0, flags: int = 0) -> bytes:
     """One frame. *payload* must fit."""
     if len(payload) > MAX_PAYLOAD:
@@ -162,13 +165,13 @@ class Decoder:
             payload = data[at + HEADER : stop]
             at = stop
             if type_ == 0x21:
-                frames.append(Frame(type_, flags, stream, channel, payload))
+                frames.append(_new(Frame, (type_, flags, stream, channel, payload)))
             elif flags & _MORE or (type_, channel) in self._parts:
                 whole = self._gather(type_, flags, channel, payload)
                 if whole is not None:
                     frames.append(Frame(type_, flags, stream, channel, whole))
             else:
-                frames.append(Frame(type_, flags, stream, channel, payload))
+                frames.append(_new(Frame, (type_, flags, stream, channel, payload)))
         if at < end:
             if at + 4 <= end and not HEADER - 4 <= _U32.unpack_from(data, at)[0] <= MAX_FRAME:
                 raise ProtocolError(f"a frame of {_U32.unpack_from(data, at)[0]} bytes")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -74,7 +75,6 @@ class Metrics:
         totals: called for counters that are kept elsewhere; from any thread. They only grow, too.
     """
 
-    ttfc: Series
     reset: Series
     verify: Series
     prime: Series
@@ -97,7 +97,9 @@ class Metrics:
         ]
         self._series.update((series.name, series) for series in self._parts)
         for name in _SERIES:
-            setattr(self, name, self._series[name])
+            if name != "ttfc":
+                setattr(self, name, self._series[name])
+        self._late: deque[TtfcSample] = deque()
         self._lock = threading.Lock()
         self._counters: dict[str, int] = {}
         _living.add(self)
@@ -113,7 +115,7 @@ class Metrics:
 
     def record_ttfc(self, sample: TtfcSample) -> None:
         """What one claim waited for; a claim that never started is censored, and counted as such."""
-        self.ttfc.add(sample.ttfc_s, censored=sample.never_started)
+        self._series["ttfc"].add(sample.ttfc_s, censored=sample.never_started)
         queued, provisioned, reset, connected, started, idle = self._parts
         queued.add(sample.queued_s)
         provisioned.add(sample.provisioned_s)
@@ -124,6 +126,25 @@ class Metrics:
             self.count("never_started")
         else:
             started.add(sample.started_s)
+
+    def record_ttfc_late(self, sample: TtfcSample) -> None:
+        """The same at the next :meth:`settle`, or when somebody looks: the caller has more urgent work."""
+        self._late.append(sample)
+
+    def settle(self) -> None:
+        """Record what was put off."""
+        while self._late:
+            try:
+                sample = self._late.popleft()
+            except IndexError:
+                return  # another thread was faster
+            self.record_ttfc(sample)
+
+    @property
+    def ttfc(self) -> Series:
+        """Time to first command, of every claim."""
+        self.settle()
+        return self._series["ttfc"]
 
     def counters(self) -> dict[str, int]:
         """How often each event happened since the pool was made."""
@@ -142,10 +163,12 @@ class Metrics:
 
     def series(self) -> dict[str, Series]:
         """Every series by name, the parts of TTFC (``ttfc_queued`` ...) too."""
+        self.settle()
         return dict(self._series)
 
     def snapshot(self) -> Snapshot:
         """Everything since the pool was made."""
+        self.settle()
         samples = {name: s.samples() for name, s in self._series.items()}
         return Snapshot(samples, self.counters(), self.idle.total() if self.idle.used else None)
 
@@ -172,6 +195,7 @@ class MetricsWindow:
 
         A counter that is known has a number in every window, 0 too: it was watched.
         """
+        self._metrics.settle()
         samples = {name: window.pop() for name, window in self._windows.items()}
         counters = self._metrics.counters()
         new = {name: n - self._counted.get(name, 0) for name, n in counters.items()}

@@ -37,7 +37,7 @@ GRACE_S = 5.0
 SLOW_S = 3.0
 """After which removals at the pool's end are slow: the backend looks at what does not answer."""
 _GRAIN_S = 1e-5
-_SOON_S = 1e-3
+_SOON_S = 5e-3  # the claimant's first command has started by then
 _REMEMBERED = 10_000
 _NOTHING_MADE = (ThrottledError, UnsupportedError, ConfigError)
 

@@ -183,7 +183,9 @@ class Lender:
         sample = sample_of(parts, started_s=waited_s, idle_s=idle)
         parts["started"], parts["idle"] = waited_s, idle
         sandbox.ttfc_s = sample.ttfc_s
-        self._pool.metrics.record_ttfc(sample)
+        metrics = self._pool.metrics
+        metrics.record_ttfc_late(sample)  # whoever waits for the command comes first
+        asyncio.get_running_loop().call_soon(metrics.settle)
 
     async def release(self, sandbox: AsyncSandbox, *, discard: bool) -> None:
         lease = _lease_of(sandbox)

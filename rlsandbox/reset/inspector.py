@@ -124,7 +124,7 @@ class OutsideInspector:
         if self._changes is None:
             found = self._call(lambda: self._keeper.changes("/", limit=MAX_CHANGES))
             self._changes = list(found)
-            self.more_changes = max(0, found.total - len(found))
+            self.more_changes = max(found.total - len(found), int(found.truncated))
         return self._changes
 
     def _call(self, make: Callable[[], Awaitable[_T]]) -> _T:

@@ -274,7 +274,7 @@ def test_a_keeper_that_is_killed_leaves_no_zombie_to_somebody_who_does_not_reap(
             # all names before the first kill: what is below a killed keeper goes with it
             names = {{pid: open(f"/proc/{{pid}}/comm").read().strip() for pid in below(hub)}}
             keepers = [pid for pid, name in names.items() if name == "rls-keeper"]
-            assert len(keepers) == 2, names
+            assert len(keepers) in (2, 3), names  # one more may wait for the next sandbox
             for pid in keepers:
                 os.kill(pid, 9)
             while pool.stats().created < 4:

@@ -206,7 +206,7 @@ tasks = [rls.Task(id=f"t{i}") for i in range(6)]
 def policy(sandbox, task):
     if task.id == "t0":
         return "done"
-    print("ready", flush=True)
+    print("ready\\n", end="", flush=True)  # in one piece: two threads do it
     return sandbox.run("sleep 1000").exit_code
 
 pool = rls.Pool(size=2, config=False, run="script", ledger=sys.argv[1])

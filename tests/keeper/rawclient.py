@@ -44,7 +44,7 @@ def make_sanitized(target: str, source: Path = SRC) -> None:
         subprocess.run(probe, input=b"int main(void) { return 0; }", check=True, capture_output=True)
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("no gcc with sanitizers (Debian: apt-get install gcc libc6-dev)")
-    subprocess.run(["make", "-s", "-C", str(source), target], check=True)
+    subprocess.run(["make", "-s", "-C", str(source), f"BUILD={SRC.parent / 'build.py'}", target], check=True)
 
 
 def tlv(*fields: tuple[Tag, Any]) -> bytes:

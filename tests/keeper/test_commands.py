@@ -224,6 +224,7 @@ def test_signals(keeper: Keeper) -> None:
 
 def test_a_command_that_kills_everybody(keeper: Keeper) -> None:
     other = keeper.spawn("sleep", "1000")
+    assert keeper.next(other)[0] == Type.STARTED  # one that has not begun is begun after it
     r = keeper.sh("kill -9 -1; echo never")
     assert r.code == -signal.SIGKILL or b"never" in r.stdout
     assert keeper.finish(other).code == -signal.SIGKILL
@@ -235,7 +236,7 @@ def test_kill_all(keeper: Keeper) -> None:
     running = keeper.spawn("sleep", "1000")
     keeper.call(Op.KILL_ALL)
     assert keeper.finish(running).code == -signal.SIGKILL
-    assert int(keeper.sh("ls -d /proc/[0-9]* | wc -l").stdout) <= 4
+    assert int(keeper.sh("ls -d /proc/[0-9]* | wc -l").stdout) <= 5  # the first, one that waits for a command, and these
 
 
 def test_reset_ends_running_commands(keeper: Keeper) -> None:
@@ -270,7 +271,19 @@ def test_no_descriptor_leaks(hub: Hub) -> None:
     keeper = hub.create()
     before = sorted(os.listdir(f"/proc/{hub.process.pid}/fd"))
     pids = [int(p) for p in os.popen(f"pgrep -P {hub.process.pid} rls-keeper").read().split()]
-    mine = sorted(os.listdir(f"/proc/{pids[0]}/fd"))
+
+    def at_rest() -> int:
+        """Descriptors of the keeper once it has made ahead, and taken apart, what it does when nobody waits."""
+        seen = [-1]
+        for _ in range(100):
+            seen.append(len(os.listdir(f"/proc/{pids[0]}/fd")))
+            if len(seen) > 5 and len(set(seen[-5:])) == 1:
+                break
+            time.sleep(0.02)
+        return seen[-1]
+
+    keeper.sh("echo x")
+    mine = at_rest()
     for _ in range(20):
         keeper.sh("echo x; sleep 0.01 &")
         keeper.write("/tmp/x", b"x")
@@ -278,7 +291,8 @@ def test_no_descriptor_leaks(hub: Hub) -> None:
         with pytest.raises(KeeperError):
             keeper.run("none")
         keeper.reset()
-    assert len(os.listdir(f"/proc/{pids[0]}/fd")) == len(mine)
+    keeper.sh("echo x")
+    assert at_rest() == mine
     assert sorted(os.listdir(f"/proc/{hub.process.pid}/fd")) == before
 
 
@@ -318,7 +332,7 @@ def test_a_fork_storm_leaves_the_keeper_room(hub: Hub) -> None:
         except KeeperError:
             pass
     keeper.call(Op.KILL_ALL)
-    assert len([p for p in keeper.sh("ls /proc").stdout.split() if p.isdigit()]) <= 4
+    assert len([p for p in keeper.sh("ls /proc").stdout.split() if p.isdigit()]) <= 5  # the first, one that waits for a command, and these
 
 
 def test_nothing_is_left_when_the_end_is_told(keeper: Keeper) -> None:
@@ -333,3 +347,32 @@ def test_nothing_is_left_when_the_end_is_told(keeper: Keeper) -> None:
         keeper.finish(ch)
         pids = line.decode().split()
         assert keeper.sh(f"kill -0 {pids[0]} || kill -0 {pids[1]}").code != 0, i
+
+
+def test_no_command_is_lost_to_a_killed_standby(keeper: Keeper) -> None:
+    """The process that waits for the next command is killed with all others; what it was given is done all the same, once."""
+    for i in range(60):
+        first = keeper.spawn("sh", "-c", "kill -9 -1")
+        last = keeper.spawn("sh", "-c", f"cat; echo {i} >> /tmp/done", stdin=1)
+        keeper.send(Type.DATA, last, b"x" * 1000, 0)
+        keeper.send(Type.EOF, last, b"", 0)
+        keeper.finish(first)
+        r = keeper.finish(last)
+        if r.code == 0:
+            assert r.stdout == b"x" * 1000
+        else:
+            assert r.code == -signal.SIGKILL  # it was running when everybody was killed
+    for i in range(60):
+        keeper.sh("kill -9 -1")
+        assert keeper.run("sh", "-c", f"echo {i}; echo {i} >> /tmp/more").stdout == b"%d\n" % i
+        time.sleep(0.003 * (i % 3))
+    assert keeper.sh("sort -n /tmp/more").stdout == b"".join(b"%d\n" % i for i in range(60))
+    assert b"".join(sorted(set(keeper.sh("cat /tmp/done").stdout.splitlines(True)))) == b"".join(sorted(keeper.sh("cat /tmp/done").stdout.splitlines(True)))
+
+
+def test_a_stopped_standby_starts_commands(keeper: Keeper) -> None:
+    for _ in range(5):
+        time.sleep(0.02)
+        keeper.sh("kill -STOP -1")
+        time.sleep(0.02)
+        assert keeper.sh("echo on").stdout == b"on\n"

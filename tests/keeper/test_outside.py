@@ -184,7 +184,9 @@ def test_dirt_is_seen(keeper: Keeper) -> None:
     keeper.sh("ipcmk -M 1000; ipcmk -Q; ipcmk -S 3; echo x > /tmp/f; echo y > /usr/f; touch /dev/shm/q; sleep 77 &")
     for _ in range(200):
         found = facts(keeper)
-        if ["tcp6", "[::1]:4569", "[::]:0", "listen"] in found.get("socket", []) and ["tcp", "127.0.0.1:4567", "0.0.0.0:0", "listen"] in found["socket"] and any(s[1].startswith("127.0.0.1:4567") and s[3] == "established" for s in found["socket"]):
+        if "sleep" not in [p[4] for p in found.get("process", [])]:
+            time.sleep(0.02)  # forked, and not yet that program
+        elif ["tcp6", "[::1]:4569", "[::]:0", "listen"] in found.get("socket", []) and ["tcp", "127.0.0.1:4567", "0.0.0.0:0", "listen"] in found["socket"] and any(s[1].startswith("127.0.0.1:4567") and s[3] == "established" for s in found["socket"]):
             break
         time.sleep(0.05)
     sockets = found["socket"]
@@ -209,3 +211,37 @@ def test_a_changed_base_is_seen(rich: Keeper, hub: Hub) -> None:
     os.mkdir(f"{hub.base()[0][1]}/data/d9")
     changed = [line for line in facts(rich)["lower"] if line not in before]
     assert "/data" in [line[0] for line in changed]
+
+
+def test_a_tree_that_is_too_deep_is_said(keeper: Keeper) -> None:
+    """Nothing is left out without a word."""
+    make = "import os\nos.chdir('/tmp')\nfor i in range(%d):\n    os.mkdir('d'); os.chdir('d')\nopen('f', 'w').close()"
+    assert keeper.run("python3", "-c", make % 900).code == 0
+    reply, data = keeper.call(Op.CHANGES, (Tag.PATH, "/tmp"))
+    assert not reply.get(Tag.FLAGS) and b"/d/f" in data
+    keeper.reset()
+    assert keeper.run("python3", "-c", make % 5000).code == 0
+    reply, data = keeper.call(Op.CHANGES, (Tag.PATH, "/tmp"))
+    assert reply[Tag.FLAGS] == 1 and reply[Tag.COUNT] >= 1000 and b"/d/f" not in data
+    with pytest.raises(KeeperError, match=r"100[01] deep"):
+        keeper.call(Op.EXPORT)
+    keeper.reset()
+    assert keeper.sh("ls /tmp").stdout == b""
+
+
+def test_user_tables_that_are_no_files(keeper: Keeper) -> None:
+    """A pipe in the place of /etc/passwd, which nobody writes to, stops nobody."""
+    keeper.sh("rm -f /etc/passwd /etc/group; mkfifo /etc/passwd /etc/group")
+    for user in ("nobody", "1:tty"):
+        with pytest.raises(KeeperError) as caught:
+            keeper.run("true", user=user)
+        assert caught.value.errno == errno.ENOENT
+    keeper.sh("rm /etc/passwd; ln -s /dev/zero /etc/passwd")
+    with pytest.raises(KeeperError):
+        keeper.run("true", user="nobody")
+    if not keeper_has_one_id(keeper):
+        assert keeper.run("id", "-u", user="1000").stdout == b"1000\n"
+
+
+def keeper_has_one_id(keeper: Keeper) -> bool:
+    return "ids=one" in keeper.welcome[Tag.FACT]

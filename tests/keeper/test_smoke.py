@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rawclient import Hub, Keeper, KeeperError
 
-from rlsandbox.keeper.wire import Op, Tag
+from rlsandbox.keeper.wire import Op, Tag, Type
 
 
 def test_command(keeper: Keeper) -> None:
@@ -146,3 +146,61 @@ def test_more_about_files(keeper: Keeper) -> None:
     keeper.write("/tmp/f", b"abcdef")
     keeper.write("/tmp/f", b"X", offset=1)
     assert keeper.read("/tmp/f") == b"aXcdef" and keeper.sh("stat -c %a /tmp/f").stdout == b"604\n"
+
+
+def initial(hub: Hub) -> list[int]:
+    """First processes of episodes of all sandboxes."""
+    keepers = ",".join(os.popen(f"pgrep -P {hub.process.pid} rls-keeper").read().split())
+    return [int(p) for p in os.popen(f"pgrep -P {keepers} rls-init").read().split()]
+
+
+def test_an_episode_made_ahead_that_died(hub: Hub) -> None:
+    """After a command the keeper makes the next episode ahead; without it a reset makes another."""
+    keeper = hub.create()
+    for how in (9, 0):
+        keeper.write("/tmp/x", b"x")
+        inits: list[int] = []
+        for _ in range(200):
+            inits = initial(hub)
+            if len(inits) == 2:
+                break
+            time.sleep(0.01)
+        assert len(inits) == 2
+        if how == 9:
+            os.kill(max(inits), 9)
+            time.sleep(0.1)
+        keeper.reset()
+        assert keeper.sh("ls /tmp").stdout == b""
+    time.sleep(0.1)
+    keeper.reset()
+    assert len(initial(hub)) <= 2
+
+
+def switches(hub: Hub) -> int:
+    """How often the keepers of a hub have gone to sleep so far."""
+    total = 0
+    for pid in os.popen(f"pgrep -P {hub.process.pid} rls-keeper").read().split():
+        total += int(Path("/proc", pid, "status").read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
+    return total
+
+
+@pytest.mark.parametrize("kind", ["used", "bare", "paused", "dead", "near its limit"])
+def test_a_keeper_at_rest_does_not_wake(hub: Hub, kind: str) -> None:
+    fields = {"bare": [(Tag.ISOLATION, "none")], "near its limit": [(Tag.MEMORY_BYTES, 8 << 20)]}.get(kind, [])
+    keeper = hub.create(*fields, **({"base": []} if kind == "bare" else {}))
+    assert keeper.sh("true").code == 0
+    if kind == "paused":
+        keeper.call(Op.PAUSE)
+    if kind == "dead":
+        os.kill(initial(hub)[0], 9)
+        assert keeper.next(0)[0] == Type.EVENT
+    time.sleep(0.2)
+    before = switches(hub)
+    time.sleep(0.5)
+    assert switches(hub) - before < 25  # a look every 2 ms would be 250
+
+
+def test_names_of_the_hub_are_refused(hub: Hub) -> None:
+    with pytest.raises(KeeperError) as caught:
+        hub.create(name="spare.1")
+    assert caught.value.errno == errno.EINVAL

@@ -310,6 +310,30 @@ static int keep(int dir, const char *file, const char *role, int *fds, size_t *n
     return 0;
 }
 
+bool cgroups_any(const struct hub *h)
+{
+    for (int kind = 0; kind < CG_KINDS; kind++)
+        if (h->cg.dir[kind] >= 0)
+            return true;
+    return false;
+}
+
+int cgroups_open(struct hub *h, const char *group, int *fds, unsigned *n)
+{
+    char path[160];
+    for (int kind = 0; kind < CG_KINDS; kind++) {
+        if (h->cg.dir[kind] < 0 || (h->cg.v2 && *n)) /* version 2 has one for all */
+            continue;
+        if ((mkdirat(h->cg.dir[kind], group, 0755) < 0 && errno != EEXIST) || path_join(path, sizeof path, "%s/cgroup.procs", group) < 0)
+            return -1;
+        int fd = openat(h->cg.dir[kind], path, O_WRONLY | O_CLOEXEC);
+        if (fd < 0)
+            return -1;
+        fds[(*n)++] = fd;
+    }
+    return 0;
+}
+
 int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e)
 {
     static const uint16_t tags[CG_KINDS] = {TAG_MEMORY_BYTES, TAG_PIDS, TAG_CPU_MILLI};
@@ -332,7 +356,7 @@ int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *
         if (dir < 0)
             return fail(e, errno, "open the %s group of sandbox %s", controllers[kind], member);
         bool ok = limit(h->cg.v2, dir, (enum cg_kind)kind, want, e) == 0;
-        if (ok && write_file_at(dir, "cgroup.procs", text) < 0)
+        if (ok && pid && write_file_at(dir, "cgroup.procs", text) < 0)
             ok = fail(e, errno, "put a keeper into its %s group", controllers[kind]) == 0;
         if (ok && put_fmt(facts, TAG_FACT, "limit.%s=cgroup", controllers[kind]) < 0)
             ok = fail(e, ENOMEM, "keep facts") == 0;

@@ -14,6 +14,7 @@ struct diff {
     const char *only;
     size_t only_len;
     uint64_t limit, count, bytes;
+    bool cut; /* there is more in directories that were not looked into */
 };
 
 /* 2: it or what is below it is wanted; 1: only something below it may be */
@@ -115,7 +116,9 @@ static void compare(struct diff *d, int up, int low, int depth, const struct sta
     bool differs = !sl || !same_meta(su, sl) || (sub >= 0 && sublow >= 0 && !same_xattrs(sub, sublow));
     if (differs)
         tell(d, 'd', su, name);
-    if (sub >= 0 && depth < TREE_DEPTH_MAX && buf_add(&d->path, "/", 1) == 0 && buf_add(&d->path, name, strlen(name)) == 0) {
+    if (sub < 0 || depth >= TREE_DEPTH_MAX)
+        d->cut |= wanted(d, name) != 0;
+    else if (buf_add(&d->path, "/", 1) == 0 && buf_add(&d->path, name, strlen(name)) == 0) {
         bool explained = entries(d, sub, sublow, depth + 1);
         d->path.len = len;
         if (!differs && !explained && (su->st_mtim.tv_sec != sl->st_mtim.tv_sec || su->st_mtim.tv_nsec != sl->st_mtim.tv_nsec))
@@ -188,5 +191,6 @@ void work_changes(struct worker *w)
     queues(&d);
     put_u64(&reply, TAG_COUNT, d.count);
     put_u64(&reply, TAG_BYTES, d.bytes);
+    put_u32(&reply, TAG_FLAGS, d.cut ? C_CUT : 0);
     worker_done(w, &reply);
 }

@@ -14,6 +14,7 @@
 #include "pause.h"
 #include "procs.h"
 #include "stack.h"
+#include "standby.h"
 #include "sys.h"
 #include "tar.h"
 
@@ -34,7 +35,7 @@ static struct chan *chan_new(struct keeper *k, uint32_t id)
         return NULL;
     c->k = k;
     c->id = id;
-    c->pidfd = -1;
+    c->pidfd = c->standby = -1;
     c->result.fd = -1;
     for (size_t i = 0; i < COUNT_OF(c->in); i++)
         c->in[i].src.fd = -1;
@@ -53,6 +54,10 @@ static void chan_free(struct chan *c)
             break;
         }
     k->nchans--;
+    if (c->pid && c->job) { /* the time to have another one made */
+        k->standby.soon = true;
+        k->standby.off = false;
+    }
     k->assembling -= c->msg.len;
     buf_free(&c->msg);
     buf_free(&c->result_data);
@@ -65,6 +70,7 @@ static void chan_free(struct chan *c)
         if (c->out[i])
             sout_release(k, c->out[i]);
     fd_close(&c->pidfd);
+    fd_close(&c->standby);
     if (c->place)
         import_drop(k, c->place, c->sealed);
     free(c->dying);
@@ -117,7 +123,7 @@ void ereq_push(struct keeper *k, struct ereq *r)
     ereq_flush(k);
 }
 
-static struct ereq *ereq_new(uint32_t kind, uint32_t job, uint32_t op, const uint8_t *body, size_t n)
+struct ereq *ereq_new(uint32_t kind, uint32_t job, uint32_t op, const uint8_t *body, size_t n)
 {
     bool big = n > EMSG_INLINE;
     struct ereq *r = calloc(1, sizeof *r + EMSG_HEAD + (big ? 0 : n));
@@ -131,7 +137,7 @@ static struct ereq *ereq_new(uint32_t kind, uint32_t job, uint32_t op, const uin
     return r;
 }
 
-static void ereq_fd(struct ereq *r, uint32_t bit, int fd)
+void ereq_fd(struct ereq *r, uint32_t bit, int fd)
 {
     uint32_t bits;
     memcpy(&bits, r->data + offsetof(struct emsg, fds), sizeof bits);
@@ -160,6 +166,42 @@ static int body_file(const uint8_t *p, size_t n)
     return fd;
 }
 
+static void job_start(struct chan *c);
+
+/* The process that waited for it was killed before it took it: nothing has happened, and nobody who waits for the command had
+ * anything to do with that. */
+static bool job_lost(struct chan *c)
+{
+    if (c->standby < 0)
+        return false;
+    bool lost = standby_lost(c->standby); /* tells it once */
+    if (lost && !c->flags && !c->touched && !c->result_data.len)
+        return true;
+    fd_close(&c->standby);
+    chan_message_done(c);
+    for (size_t i = 0; i < COUNT_OF(c->in); i++)
+        sin_go(c->k, c, &c->in[i]);
+    return false;
+}
+
+static void job_again(struct chan *c)
+{
+    struct keeper *k = c->k;
+    loop_drop(&k->loop, &c->result);
+    for (size_t i = 0; i < COUNT_OF(c->in); i++)
+        loop_drop(&k->loop, &c->in[i].src);
+    for (size_t i = 0; i < COUNT_OF(c->out); i++)
+        if (c->out[i]) {
+            sout_free(k, c->out[i]);
+            c->out[i] = NULL;
+        }
+    fd_close(&c->standby);
+    fd_close(&c->pidfd);
+    c->pid = 0;
+    c->forked = false;
+    job_start(c);
+}
+
 void chan_on_result(struct src *s, uint32_t events)
 {
     struct chan *c = s->owner;
@@ -170,6 +212,10 @@ void chan_on_result(struct src *s, uint32_t events)
         return;
     if (r > 0 && c->result_data.len + (size_t)r <= RESULT_MAX && buf_add(&c->result_data, room, (size_t)r) == 0)
         return;
+    if (job_lost(c)) {
+        job_again(c);
+        return;
+    }
     c->result_done = true;
     loop_drop(&c->k->loop, s);
     chan_check(c);
@@ -193,6 +239,7 @@ static void job_start(struct chan *c)
         chan_refuse(c, ESRCH, "run in the episode: there is none (reset it first)");
         return;
     }
+    k->used = true;
     c->job = ++k->next_job;
     struct ereq *r = ereq_new(E_SPAWN, c->job, c->op, p, n);
     if (!r) {
@@ -223,10 +270,17 @@ static void job_start(struct chan *c)
         chan_refuse(c, no, "open pipes for a process");
         return;
     }
-    chan_message_done(c);
-    if (timeout)
+    if (timeout && !c->deadline_ns)
         c->deadline_ns = now_ns() + (timeout < 1000000000u ? timeout * 1000000u : UINT64_MAX / 4);
-    ereq_push(k, r);
+    if (spawn && standby_take(c, r))
+        ereq_drop(r);
+    else {
+        chan_message_done(c);
+        ereq_push(k, r);
+        for (size_t i = 0; i < COUNT_OF(c->in); i++) /* begun again: what came meanwhile */
+            if (c->in[i].b.len || c->in[i].eof)
+                sin_go(k, c, &c->in[i]);
+    }
 }
 
 /* A request is whole: look at it, start it. */
@@ -277,6 +331,7 @@ static bool request(struct chan *c)
     case OP_INSPECT: {
         struct buf text = {0};
         uint32_t id = c->id;
+        standby_settle(k);
         if (!facts_here(k, &text)) {
             worker_start(c, false, work_inspect);
             return true;
@@ -302,6 +357,9 @@ static bool request(struct chan *c)
     }
     case OP_KILL_ALL: {
         struct ereq *r = k->init.fd < 0 ? NULL : ereq_new(E_KILL_ALL, c->job = ++k->next_job, 0, NULL, 0);
+        for (size_t i = 0; r && i < COUNT_OF(k->chans); i++) /* what was asked for before ends by it, and is not begun again */
+            for (struct chan *other = k->chans[i]; other; other = other->next)
+                other->touched = true;
         if (r)
             ereq_push(k, r);
         else
@@ -418,6 +476,10 @@ void chan_check(struct chan *c)
 void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd)
 {
     struct chan *c = NULL;
+    if (m->job && m->job == k->standby.job) {
+        standby_told(k, m, pidfd);
+        return;
+    }
     for (size_t i = 0; i < COUNT_OF(k->chans) && !c; i++)
         for (c = k->chans[i]; c && c->job != m->job; c = c->next)
             ;
@@ -445,6 +507,11 @@ void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd)
         chan_free(c);
         return;
     case E_EXITED:
+        if (!c->result_done && job_lost(c)) {
+            fd_close(&pidfd);
+            job_again(c);
+            return;
+        }
         c->ended = true;
         c->status = m->status;
         limits_ended(c);
@@ -578,6 +645,7 @@ bool chan_frame(struct keeper *k, const struct frame *f)
             return false;
         if (!c || c->pidfd < 0 || c->ended)
             return true;
+        c->touched = true;
         if (f->len == 2 && f->p[1] == 1 && f->p[0])
             tree_signal(c, f->p[0]);
         else

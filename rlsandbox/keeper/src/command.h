@@ -42,6 +42,8 @@ struct chan {
     struct buf result_data;
     struct sout *out[3];
     struct sin in[2];
+    int standby;  /* the request went this way, and it is not yet known whether it was taken; -1 */
+    bool touched; /* signalled by the client */
     unsigned place; /* IMPORT, with the layer's name */
     char *layer;
     bool sealed;
@@ -71,6 +73,7 @@ bool sout_credit(struct keeper *k, struct sout *s, uint32_t more);
 void sout_release(struct keeper *k, struct sout *s); /* its channel goes; the pipe is drained while somebody holds it */
 void sout_free(struct keeper *k, struct sout *s);
 int sin_open(struct keeper *k, struct chan *c, unsigned i, int fd);
+void sin_go(struct keeper *k, struct chan *c, struct sin *s); /* what had to wait until somebody is there to read it */
 bool sin_frame(struct keeper *k, struct chan *c, struct sin *s, const struct frame *f);
 
 #endif

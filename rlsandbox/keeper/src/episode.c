@@ -78,6 +78,8 @@ static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int 
             sigset_t none;
             sigemptyset(&none);
             sigprocmask(SIG_SETMASK, &none, NULL);
+            if (m->kind == E_STANDBY && nfds == 1)
+                inside_wait(fds[0]);
             inside_run(m, body, n, fds);
         }
         if (p > 0) {
@@ -170,43 +172,42 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     if (!k->set.bare)
         prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_NAME, "rls-init");
-    /* ids are mapped once the keeper says so; a keeper that died meanwhile gives end of file */
-    if (recv(ctl, &go, 1, 0) != 1)
-        _exit(2);
     sigset_t set;
     sigemptyset(&set);
     sigaddset(&set, SIGCHLD);
     sigprocmask(SIG_BLOCK, &set, NULL);
-    signal(SIGPIPE, SIG_DFL);
+    for (int s = 1; s < 65; s++) /* for all that is forked here */
+        if (s != SIGKILL && s != SIGSTOP)
+            signal(s, SIG_DFL);
+    bare = k->set.bare;
+    bool shares_net = k->set.host_network || (skipped("netns") && k->generation > 1);
     in.sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     if (in.sig < 0)
         fail(&e, errno, "open a signalfd");
-    else if (k->set.bare) {
-        foreign = true;
-        if (prctl(PR_SET_CHILD_SUBREAPER, 1) < 0 || (root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0 || (proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0)
-            fail(&e, errno, "prepare to run without isolation");
-        else if (limits_inside(k, &e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
-            m.kind = E_READY;
-        bare = true;
-    } else if (view_build(k, &root, &proc, &foreign, &e) == 0 && (k->set.host_network || (skipped("netns") && k->generation > 1) || loopback_up(&e) == 0)) {
-        if (*k->set.hostname && sethostname(k->set.hostname, strlen(k->set.hostname)) < 0)
-            fail(&e, errno, "set the host name");
-        else if (setsid() < 0 && errno != EPERM)
-            fail(&e, errno, "setsid");
-        else if ((m.pid = session_key()), limits_inside(k, &e) == 0 && caps_drop(&e) == 0 && seccomp_install(&e) == 0 && prctl(PR_SET_DUMPABLE, 0) == 0)
+    else if (setsid() < 0 && errno != EPERM)
+        fail(&e, errno, "setsid");
+    else if (!bare && *k->set.hostname && sethostname(k->set.hostname, strlen(k->set.hostname)) < 0)
+        fail(&e, errno, "set the host name");
+    else if (bare || shares_net || loopback_up(&e) == 0) {
+        /* so far without ids: they are mapped meanwhile. A keeper that died gives end of file */
+        if (recv(ctl, &go, 1, 0) != 1)
+            _exit(2);
+        if (bare ? prctl(PR_SET_CHILD_SUBREAPER, 1) == 0 && limits_inside(k, &e) == 0 && (root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) >= 0 &&
+                       (proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) >= 0
+                 : view_build(k, &root, &proc, &foreign, &e) == 0 && ((m.pid = session_key()), limits_inside(k, &e) == 0) && caps_drop(&e) == 0 && seccomp_install(&e) == 0)
             m.kind = E_READY;
     }
-    if (m.kind == E_READY) {
-        int fds[2] = {root, proc};
-        m.status = foreign;
-        if (msg_send(ctl, &m, EMSG_HEAD, fds, 2) < 0)
-            _exit(3);
-    } else {
-        m.status = e.no;
+    if (m.kind != E_READY || prctl(PR_SET_DUMPABLE, 0) < 0) {
+        m.kind = E_VIEW_FAILED;
+        m.status = e.no ? e.no : EIO;
         memcpy(m.what, e.what, sizeof m.what);
         say(ctl, &m, sizeof m, -1);
         _exit(1);
     }
+    int fds[2] = {root, proc};
+    m.status = foreign || bare;
+    if (msg_send(ctl, &m, EMSG_HEAD, fds, 2) < 0)
+        _exit(3);
     /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay, always as 3 and 4 */
     int c = fcntl(ctl, F_DUPFD_CLOEXEC, 5), g = fcntl(in.sig, F_DUPFD_CLOEXEC, 5);
     if (c < 0 || g < 0 || dup3(c, 3, O_CLOEXEC) < 0 || dup3(g, 4, O_CLOEXEC) < 0)

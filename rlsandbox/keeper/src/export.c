@@ -186,10 +186,15 @@ static void entry(struct export *x, int dir, const char *name, int depth)
     } else if (S_ISDIR(st.st_mode)) {
         size_t len = x->path.len;
         int fd = open_dir(dir, name);
-        if (fd < 0)
+        if (fd < 0 && errno == ENOENT)
             return;
+        if (fd < 0 || depth >= TREE_DEPTH_MAX) { /* never less than there is, silently */
+            struct err e = {0};
+            fail(&e, fd < 0 ? errno : ELOOP, "export a directory that lies %d deep", depth + 1);
+            worker_fail(x->w, &e);
+        }
         header(x, name, '5', &st, 0, NULL, fd, literal);
-        if (depth < TREE_DEPTH_MAX && buf_add(&x->path, name, strlen(name)) == 0 && buf_add(&x->path, "/", 1) == 0) {
+        if (buf_add(&x->path, name, strlen(name)) == 0 && buf_add(&x->path, "/", 1) == 0) {
             if (is_opaque(fd))
                 header(x, TAR_OPAQUE, '0', NULL, 0, NULL, -1, false);
             directory(x, fd, depth + 1);

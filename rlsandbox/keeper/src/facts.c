@@ -14,6 +14,7 @@
 #include <time.h>
 
 #include "procs.h"
+#include "standby.h"
 #include "sys.h"
 #include "worker.h"
 
@@ -129,7 +130,7 @@ static void strays(struct worker *w)
             pid_t pid = (pid_t)strtol(s, &end, 10);
             if (end == s)
                 break;
-            if (pid == w->k->init_pid || helper(w->k, pid))
+            if (pid == w->k->init_pid || pid == w->k->next.pid || helper(w->k, pid))
                 continue;
             if (procs_read(proc, &ps) == 0 && procs_mark_tree(&ps, pid))
                 for (size_t i = 0; i < ps.n; i++)
@@ -144,11 +145,11 @@ static void processes(struct worker *w)
 {
     struct procs ps = {0};
     int proc = procs_dir(w->k);
-    pid_t init = w->k->foreign_proc ? w->k->init_pid : 1;
+    pid_t init = w->k->foreign_proc ? w->k->init_pid : 1, standby = standby_pid(w->k);
     if (proc >= 0 && procs_read(proc, &ps) == 0) {
         procs_mark_tree(&ps, init);
         for (size_t i = 0; i < ps.n; i++)
-            if (ps.p[i].pid != init && (ps.p[i].in || !w->k->foreign_proc))
+            if (ps.p[i].pid != init && ps.p[i].pid != standby && (ps.p[i].in || !w->k->foreign_proc))
                 process(w, proc, &ps.p[i]);
     }
     procs_free(&ps);

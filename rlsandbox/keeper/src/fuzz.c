@@ -38,6 +38,10 @@ bool facts_here(struct keeper *k, struct buf *text)
     (void)k;
     return buf_add(text, "fact\n", 5) == 0;
 }
+void standby_settle(struct keeper *k) { (void)k; }
+bool standby_lost(int sock) { (void)sock; return false; }
+bool standby_take(struct chan *c, const struct ereq *r) { (void)c; (void)r; return false; }
+void standby_told(struct keeper *k, const struct emsg *m, int pidfd) { (void)k; (void)m; fd_close(&pidfd); }
 bool tree_gone(struct chan *c) { (void)c; return true; }
 void tree_kill(struct chan *c) { (void)c; }
 void tree_signal(struct chan *c, int sig) { (void)c; (void)sig; }

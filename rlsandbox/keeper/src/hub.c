@@ -31,7 +31,7 @@ static struct member *member_find(struct hub *h, const char *name)
     return NULL;
 }
 
-static void groups_free(struct hub *h, const char *name)
+void groups_free(struct hub *h, const char *name)
 {
     if (cgroups_remove(h, name))
         return;
@@ -52,7 +52,7 @@ static void member_free(struct hub *h, struct member *m)
         }
     loop_drop(&h->loop, &m->src);
     fd_close(&m->stream);
-    groups_free(h, m->name);
+    groups_free(h, m->group);
     disk_end(h, m);
     free(m);
 }
@@ -83,7 +83,7 @@ static void ice(struct member *m)
 {
     int fds[2] = {-1, -1};
     struct buf b = {0};
-    bool ok = cgroups_ice(m->hub, m->name, fds);
+    bool ok = cgroups_ice(m->hub, m->group, fds);
     if (put_str(&b, TAG_KIND, "ice") < 0 || msg_send(m->src.fd, b.p, b.len, fds, ok ? 2 : 0) < 0)
         kill(m->pid, SIGKILL); /* it would wait for ever */
     buf_free(&b);
@@ -165,6 +165,8 @@ static void on_child(struct src *s, uint32_t events)
     while (read(s->fd, &si, sizeof si) > 0)
         ;
     while ((p = waitpid(-1, &status, WNOHANG)) > 0) {
+        if (p == h->spare.pid)
+            h->spare.pid = 0;
         if (p == h->zygote_pid || p == h->bare_pid)
             h->loop.stop = true;
         for (struct member *m = h->members; m; m = m->next)
@@ -270,18 +272,24 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EINVAL, "make a sandbox: it needs a name under %zu bytes", sizeof m->name);
     else if (strchr(m->name, '/') || m->name[0] == '.')
         fail(&e, EINVAL, "make a sandbox: its name begins with a dot or has a slash in it");
+    else if (strncmp(m->name, SPARE_NAME, strlen(SPARE_NAME)) == 0)
+        fail(&e, EINVAL, "make a sandbox: names that begin with %s are the hub's", SPARE_NAME);
     else if (member_find(h, m->name))
         fail(&e, EEXIST, "make sandbox %s", m->name);
     else if (!m->bare && h->bare_only)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
     else if (m->bare || (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
-        if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
+        bool limited = tlv_get(p, n, TAG_MEMORY_BYTES, 0) || tlv_get(p, n, TAG_PIDS, 0) || tlv_get(p, n, TAG_CPU_MILLI, 0);
+        bool spare = limited && !m->bare && spare_take(h, m, &sock[0], &stream[0]);
+        if (!spare && (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0))
             fail(&e, errno, "make socket pairs for a sandbox");
         else if (buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0)
             fail(&e, errno, "prepare a sandbox's settings");
-        else if ((m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
+        else if (spare || (m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
             size_t files = 0;
-            int r = cgroups_create(h, m->name, m->pid, p, n, base.fds + base.n, &files, &settings, &e);
+            if (!spare)
+                memcpy(m->group, m->name, sizeof m->group);
+            int r = cgroups_create(h, m->group, spare ? 0 : m->pid, p, n, base.fds + base.n, &files, &settings, &e);
             base.n += files;
             if (r == 0 && msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
                 fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
@@ -305,7 +313,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     conn_fail(&h->conn, channel, e.no, e.what);
     if (m && m->pid > 0) { /* reaped as nobody's child */
         kill(m->pid, SIGKILL);
-        groups_free(h, m->name);
+        groups_free(h, m->group);
     }
     if (m)
         disk_end(h, m);
@@ -531,12 +539,14 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
         loop_add(&h->loop, &h->client_pid, pidfd, EPOLLIN, on_client_death, h) < 0 ||
         loop_add(&h->loop, &h->child, sig, EPOLLIN, on_child, h) < 0)
         return fail(e, errno, "prepare the hub's loop");
+    h->spare.off = h->bare_only || !cgroups_any(h);
+    spare_make(h);
     return 0;
 }
 
 int hub_main(int fd, pid_t client, bool bare)
 {
-    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y", .layers.gone = disk_layer_gone};
+    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y", .layers.gone = disk_layer_gone, .spare.src.fd = -1, .spare.stream = -1};
     struct err e = {0};
     h.bare_only = bare;
     prctl(PR_SET_NAME, "rls-hub");
@@ -554,14 +564,19 @@ int hub_main(int fd, pid_t client, bool bare)
         return 1;
     }
     while (!h.loop.stop) {
-        if (loop_turn(&h.loop, h.gone ? GONE_MS : -1) < 0)
+        bool short_of_one = !h.spare.pid && !h.spare.off;
+        int turn = loop_turn(&h.loop, h.gone || short_of_one ? GONE_MS : -1);
+        if (turn < 0)
             break;
+        if (turn == 0 && short_of_one)
+            spare_make(&h); /* nobody waits for anything else */
         gone_retry(&h);
         int r = conn_flush(&h.conn);
         if (r < 0)
             break;
         loop_want(&h.loop, &h.client, (conn_stalled(&h.conn) ? 0 : EPOLLIN) | (r ? EPOLLOUT : 0));
     }
+    spare_end(&h);
     for (struct member *m = h.members; m; m = m->next)
         member_end(m);
     if (h.zygote_pid > 0)

@@ -9,6 +9,7 @@ struct member {
     struct member *next;
     struct hub *hub;
     char name[128];
+    char group[128]; /* its cgroups' name */
     pid_t pid;
     uint32_t create_channel, dispose_channel; /* waiting for an answer; 0: none */
     int stream;                               /* the client's end until CREATE is answered */
@@ -26,7 +27,18 @@ struct gone { /* a sandbox whose last processes still die in its cgroups */
     char name[128];
 };
 
+#define SPARE_NAME "spare."
+struct spare { /* a keeper that is in its cgroups already, for the next sandbox with limits */
+    pid_t pid;
+    struct src src;
+    int stream;
+    char group[128];
+    unsigned count;
+    bool ready, off;
+};
+
 struct hub {
+    struct spare spare;
     struct {
         int base[CG_KINDS], dir[CG_KINDS]; /* -1: no limits of this kind */
         bool v2;
@@ -65,6 +77,12 @@ int zygote_start(struct hub *h, struct err *e);
 int bare_start(struct hub *h, struct err *e); /* before anything else is set up */
 pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e);
 int zygote_main(int sock);
+/* spare.c */
+void spare_make(struct hub *h);
+bool spare_take(struct hub *h, struct member *m, int *sock, int *stream);
+void spare_end(struct hub *h);
+/* hub.c */
+void groups_free(struct hub *h, const char *group);
 /* probe.c */
 void probe(struct hub *h, struct buf *b);
 /* hub.c */

@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 
 #include "inside.h"
@@ -39,10 +40,25 @@ _Noreturn void done(struct inside *in, struct buf *reply)
 
 /* ---- users ---- */
 
+enum { TABLE_MAX = 16 << 20 };
+
+/* The episode's own table: it may have put anything in its place, a pipe that nobody writes to as well. */
+static FILE *table_open(const char *path)
+{
+    struct stat st;
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    if (fd >= 0 && (fstat(fd, &st) < 0 || !S_ISREG(st.st_mode) || st.st_size > TABLE_MAX))
+        fd_close(&fd);
+    FILE *f = fd < 0 ? NULL : fdopen(fd, "r");
+    if (!f)
+        fd_close(&fd);
+    return f;
+}
+
 /* One line of /etc/passwd or /etc/group whose field `key` (0 name, 2 number) is `want`; fields are cut in place. */
 static int table_find(const char *path, unsigned key, const char *want, char *line, size_t cap, char **field, unsigned nfield)
 {
-    FILE *f = fopen(path, "re");
+    FILE *f = table_open(path);
     if (!f)
         return -1;
     int found = 0;
@@ -125,7 +141,7 @@ static int user_groups(struct inside *in, gid_t *g, size_t room)
     static char line[16384];
     size_t n = 0;
     g[n++] = in->gid;
-    FILE *f = *in->name ? fopen("/etc/group", "re") : NULL;
+    FILE *f = *in->name ? table_open("/etc/group") : NULL;
     if (!f)
         return (int)n;
     while (fgets(line, sizeof line, f)) {
@@ -284,13 +300,6 @@ static int script_place(const struct tlv *t, struct err *e)
     return 0;
 }
 
-static void keep_alive_signals(void)
-{
-    for (int s = 1; s < 65; s++)
-        if (s != SIGKILL && s != SIGSTOP)
-            signal(s, SIG_DFL);
-}
-
 static _Noreturn void run_program(struct inside *in, uint8_t *body)
 {
     struct err e = {0};
@@ -361,6 +370,8 @@ static _Noreturn void run_program(struct inside *in, uint8_t *body)
 
 /* ---- the way in ---- */
 
+enum { FIRST_OWN = 20 }; /* above the descriptors that a request brings */
+
 /* Puts the descriptors that came (in emsg order) on their numbers; `result` ends on a close-on-exec one above. */
 static int place_fds(struct inside *in, const struct emsg *m, const int *fds, int *body, struct err *e)
 {
@@ -384,9 +395,11 @@ static int place_fds(struct inside *in, const struct emsg *m, const int *fds, in
             if (where[i].bit == 1u << bit && at[bit] >= 0 && dup2(at[bit], where[i].to) < 0)
                 return fail(e, errno, "place descriptor %d", where[i].to);
     if (!(m->fds & FD_IN)) {
-        int null = open("/dev/null", O_RDWR);
-        if (null < 0 || (null != 0 && dup2(null, 0) < 0))
+        int null = in->null >= 0 ? in->null : open("/dev/null", O_RDWR | O_CLOEXEC);
+        if (null < 0)
             return fail(e, errno, "open /dev/null");
+        if (null == 0 ? fcntl(0, F_SETFD, 0) < 0 : dup2(null, 0) < 0)
+            return fail(e, errno, "place descriptor 0");
         if (null > 2)
             close(null);
     }
@@ -397,18 +410,22 @@ static int place_fds(struct inside *in, const struct emsg *m, const int *fds, in
     return 0;
 }
 
-_Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds)
+/* What is the same for every request. */
+static void begin(void)
 {
-    struct inside in = {.result = -1};
+    setsid();
+    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    (void)!write_file("/proc/self/oom_score_adj", "500"); /* fails in a foreign /proc, where it may */
+}
+
+static _Noreturn void go(struct inside *given, const struct emsg *m, uint8_t *body, size_t n, const int *fds)
+{
+    struct inside in = *given;
     struct err e = {0};
     int memory = -1;
     char user[128], path[PATH_MAX];
-    keep_alive_signals();
-    setsid();
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
     if (place_fds(&in, m, fds, &memory, &e) < 0)
         give_up(&in, &e);
-    (void)!write_file("/proc/self/oom_score_adj", "500"); /* fails in a foreign /proc, where it may */
     if (memory >= 0) {
         struct stat st;
         if (fstat(memory, &st) < 0 || st.st_size <= 0) {
@@ -445,4 +462,34 @@ _Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const i
         _exit(1);
     umask(022);
     file_op(&in, m->op, path, &e);
+}
+
+_Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds)
+{
+    begin();
+    go(&(struct inside){.result = -1, .null = -1}, m, body, n, fds);
+}
+
+_Noreturn void inside_wait(int sock)
+{
+    static union {
+        struct emsg m;
+        uint8_t room[EMSG_HEAD + EMSG_INLINE + 64];
+    } u;
+    struct inside in = {.result = -1};
+    int fds[FD_KINDS + 1], own = fcntl(sock, F_DUPFD_CLOEXEC, FIRST_OWN);
+    size_t nfds = COUNT_OF(fds);
+    int null = open("/dev/null", O_RDWR | O_CLOEXEC);
+    in.null = null < 0 ? -1 : fcntl(null, F_DUPFD_CLOEXEC, FIRST_OWN);
+    k_close_range(0, FIRST_OWN - 1); /* the init's own, which its other children close as well */
+    begin();
+    prctl(PR_SET_NAME, "rls-standby");
+    ssize_t n = own < 0 ? -1 : msg_recv(own, &u, sizeof u, fds, &nfds);
+    if (n < (ssize_t)EMSG_HEAD || u.m.body > (size_t)n - EMSG_HEAD)
+        _exit(0); /* the keeper has no use for it any more */
+    /* who was killed meanwhile does not come here: the keeper gives the request to another one then */
+    if (send(own, "t", 1, MSG_NOSIGNAL) != 1)
+        _exit(0);
+    close(own);
+    go(&in, &u.m, u.room + EMSG_HEAD, u.m.body, fds);
 }

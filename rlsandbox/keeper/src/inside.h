@@ -5,6 +5,7 @@
 
 struct inside {
     int result;
+    int null; /* /dev/null, opened before; -1: not yet */
     const uint8_t *p; /* the request's fields */
     size_t n;
     uid_t uid;

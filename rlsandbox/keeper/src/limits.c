@@ -10,10 +10,11 @@
 #include <sys/statvfs.h>
 
 #include "procs.h"
+#include "standby.h"
 #include "sys.h"
 #include "worker.h"
 
-enum { TICK_MS = 20, IDLE_TICK_MS = 500 };
+enum { TICK_MS = 20, IDLE_TICK_MS = 500, NEAR = 8 << 20 };
 
 /* A number in a small kernel file, after `key` where there is one. */
 static uint64_t number(int fd, const char *key)
@@ -78,9 +79,9 @@ int limits_inside(struct keeper *k, struct err *e)
     /* counted by user and user namespace, so by sandbox; a cgroup counts all users together. The init may go a little
      * further than the commands that it starts. */
     if (s->pids && !s->bare) {
-        if (set(RLIMIT_NPROC, "nproc", s->pids + 1 + PIDS_SPARE, e) < 0)
+        if (set(RLIMIT_NPROC, "nproc", s->pids + 2 + PIDS_SPARE, e) < 0)
             return -1;
-        inside_nproc = s->pids + 1;
+        inside_nproc = s->pids + 2; /* the init, and a standby */
     }
     return set(RLIMIT_CORE, "core", 0, e);
 }
@@ -122,7 +123,7 @@ static void look(struct keeper *k, struct look *l)
 {
     struct procs ps = {0};
     int dir = procs_dir(k);
-    pid_t init = k->foreign_proc ? k->init_pid : 1;
+    pid_t init = k->foreign_proc ? k->init_pid : 1, standby = standby_pid(k);
     *l = (struct look){.total = tmpfs_bytes(k)};
     if (dir < 0 || procs_read(dir, &ps) < 0)
         goto out;
@@ -131,7 +132,7 @@ static void look(struct keeper *k, struct look *l)
         goto out;
     procs_mark_tree(&ps, init); /* sorts; after this the order stays */
     for (size_t i = 0; i < ps.n; i++) {
-        if (!ps.p[i].in || ps.p[i].pid == init)
+        if (!ps.p[i].in || ps.p[i].pid == init || ps.p[i].pid == standby)
             continue;
         bytes[i] = private_bytes(dir, ps.p[i].pid);
         l->total += bytes[i];
@@ -255,6 +256,11 @@ int limits_timer(struct keeper *k)
         }
     }
     return running ? TICK_MS : IDLE_TICK_MS;
+}
+
+bool limits_near(const struct keeper *k)
+{
+    return k->lim.memory_fd >= 0 && number(k->lim.memory_fd, NULL) + NEAR > k->set.memory_bytes;
 }
 
 void limits_facts(struct worker *w)

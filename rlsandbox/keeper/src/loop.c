@@ -52,5 +52,5 @@ int loop_turn(struct loop *l, int timeout_ms)
         struct src *s = ev[i].data.ptr;
         s->fn(s, ev[i].events);
     }
-    return 0;
+    return n;
 }

@@ -20,6 +20,6 @@ int loop_init(struct loop *l);
 int loop_add(struct loop *l, struct src *s, int fd, uint32_t events, void (*fn)(struct src *, uint32_t), void *owner);
 int loop_want(struct loop *l, struct src *s, uint32_t events);
 void loop_drop(struct loop *l, struct src *s); /* stops watching; closes the descriptor */
-int loop_turn(struct loop *l, int timeout_ms); /* waits once and calls; -1 on error */
+int loop_turn(struct loop *l, int timeout_ms); /* waits once and calls; how many had something, -1 on error */
 
 #endif

@@ -209,11 +209,11 @@ void tree_signal(struct chan *c, int sig)
     struct procs ps = {0};
     int dir = procs_dir(c->k);
     pid_t root = procs_number(c->k, c->pidfd, c->pid);
-    if (dir >= 0 && procs_read(dir, &ps) == 0 && procs_mark_tree(&ps, root))
-        for (size_t i = 0; i < ps.n; i++)
-            if (ps.p[i].in && ps.p[i].pid != root)
-                procs_signal(dir, ps.p[i].pid, sig);
-    k_pidfd_signal(c->pidfd, sig);
+    bool listed = dir >= 0 && procs_read(dir, &ps) == 0 && procs_mark_tree(&ps, root);
+    k_pidfd_signal(c->pidfd, sig); /* first: a shell should not see its children die of it and end in another way */
+    for (size_t i = 0; listed && i < ps.n; i++)
+        if (ps.p[i].in && ps.p[i].pid != root)
+            procs_signal(dir, ps.p[i].pid, sig);
     fd_close(&dir);
     procs_free(&ps);
 }

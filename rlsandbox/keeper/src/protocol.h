@@ -52,5 +52,6 @@ enum rls_remove_flag { D_TREE = 1 };
 enum rls_outside_flag { O_BASELINE = 1 };
 enum rls_seal_flag { SEAL_KILL = 1 };
 enum rls_export_flag { EXPORT_ALL = 1 };
+enum rls_changes_flag { C_CUT = 1 }; /* of the reply */
 
 #endif

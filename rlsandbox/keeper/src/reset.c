@@ -8,9 +8,11 @@
 #include <sys/wait.h>
 #include <stdio.h>
 
+#include "limits.h"
 #include "pause.h"
 #include "skip.h"
 #include "stack.h"
+#include "standby.h"
 #include "sys.h"
 
 enum { START_TIMEOUT_MS = 20000 };
@@ -32,6 +34,7 @@ static int map_ids(const struct keeper *k, pid_t pid, struct err *e)
 static int await_ready(struct keeper *k, int sock, struct err *e)
 {
     static struct emsg m;
+    char path[64];
     int fds[2];
     size_t n = 2;
     struct pollfd p = {sock, POLLIN, 0};
@@ -59,6 +62,8 @@ static int await_ready(struct keeper *k, int sock, struct err *e)
     while (r < 0 && errno == EINTR);
     if (r <= 0 || recv(sock, &m, sizeof m, 0) < (ssize_t)EMSG_HEAD || m.kind != E_SETTLED)
         return fail(e, r == 0 ? ETIMEDOUT : ESRCH, "start the episode's init: it did not settle");
+    path_join(path, sizeof path, "/proc/%d/ns/mnt", (int)k->init_pid);
+    k->mnt_fd = k->set.bare ? -1 : open(path, O_RDONLY | O_CLOEXEC); /* without it an end takes longer */
     return 0;
 }
 
@@ -87,44 +92,12 @@ static void from_init(struct src *s, uint32_t events)
         chan_from_init(k, &m, n ? fd : -1);
 }
 
-int episode_start(struct keeper *k, struct err *e)
+/* Everything of the episode is told to end; its init, which is not waited for yet. */
+static pid_t let_go(struct keeper *k)
 {
-    int sv[2];
-    k->generation++;
-    k->episode++;
-    if (!k->set.bare && upper_new(k, e) < 0)
-        return -1;
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
-        return fail(e, errno, "make a socket pair for the episode's init");
-    unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
-    if (!k->set.host_network)
-        flags |= CLONE_NEWNET;
-    pid_t pid = k->set.bare ? k_clone(SIGCHLD, NULL) : skip_clone(k, flags);
-    if (pid == 0) {
-        close(sv[0]);
-        episode_main(k, sv[1]);
-    }
-    int no = errno;
-    close(sv[1]);
-    if (pid < 0) {
-        close(sv[0]);
-        return fail(e, no, "clone the episode's init with new namespaces");
-    }
-    k->init_pid = pid;
-    if ((!k->set.bare && map_ids(k, pid, e) < 0) || send(sv[0], "g", 1, MSG_NOSIGNAL) != 1 || await_ready(k, sv[0], e) < 0) {
-        fail(e, errno, "talk to the episode's init");
-        close(sv[0]);
-        episode_kill(k);
-        return -1;
-    }
-    set_nonblock(sv[0]);
-    if (loop_add(&k->loop, &k->init, sv[0], 1 /* EPOLLIN */, from_init, k) < 0)
-        return fail(e, errno, "watch the episode's init");
-    return 0;
-}
-
-void episode_kill(struct keeper *k)
-{
+    pid_t pid = k->init_pid;
+    standby_drop(k);
+    k->standby.off = k->standby.soon = false;
     fd_close(&k->root_fd);
     fd_close(&k->proc_fd);
     loop_drop(&k->loop, &k->init);
@@ -134,18 +107,159 @@ void episode_kill(struct keeper *k)
         ereq_drop(r);
     }
     k->ereq_tail = NULL;
-    if (k->init_pid > 0) {
-        int status;
+    if (pid > 0 && k->set.bare) {
         siginfo_t si = {0};
         /* without isolation its own end must end the others, and that takes a moment */
-        for (int i = 0; k->set.bare && i < 3000 && waitid(P_PID, (id_t)k->init_pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid; i++)
+        for (int i = 0; i < 3000 && waitid(P_PID, (id_t)pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid; i++)
             usleep(1000);
-        kill(k->init_pid, SIGKILL);
-        while (waitpid(k->init_pid, &status, 0) < 0 && errno == EINTR)
-            ;
     }
+    if (pid > 0)
+        kill(pid, SIGKILL);
     k->init_pid = 0;
     pause_forget(k);
+    return pid;
+}
+
+/* The kernel ends a pid namespace's init last: once it is reaped nothing of the episode is left. */
+static void reap(pid_t pid)
+{
+    int status;
+    while (pid > 0 && waitpid(pid, &status, 0) < 0 && errno == EINTR)
+        ;
+}
+
+void episode_kill(struct keeper *k)
+{
+    reap(let_go(k));
+    fd_close(&k->mnt_fd);
+}
+
+/* Upper layer, namespaces, ids: what it takes until the init of an episode goes on by itself. */
+static int begin(struct keeper *k, pid_t *pid, int *sock, struct err *e)
+{
+    int sv[2];
+    if (!k->set.bare && upper_new(k, e) < 0)
+        return -1;
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
+        return fail(e, errno, "make a socket pair for the episode's init");
+    unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
+    if (!k->set.host_network)
+        flags |= CLONE_NEWNET;
+    *pid = k->set.bare ? k_clone(SIGCHLD, NULL) : skip_clone(k, flags);
+    if (*pid == 0) {
+        close(sv[0]);
+        episode_main(k, sv[1]);
+    }
+    int no = errno;
+    close(sv[1]);
+    if (*pid < 0)
+        fail(e, no, "clone the episode's init with new namespaces");
+    else if ((k->set.bare || map_ids(k, *pid, e) == 0) && send(sv[0], "g", 1, MSG_NOSIGNAL) == 1) {
+        *sock = sv[0];
+        return 0;
+    }
+    fail(e, errno, "talk to the episode's init");
+    close(sv[0]);
+    if (*pid > 0) {
+        kill(*pid, SIGKILL);
+        reap(*pid);
+    }
+    return -1;
+}
+
+/* The init that was begun becomes the episode's, once it is ready. */
+static int adopt(struct keeper *k, pid_t pid, int sock, struct err *e)
+{
+    k->init_pid = pid;
+    if (await_ready(k, sock, e) < 0 || set_nonblock(sock) < 0 || loop_add(&k->loop, &k->init, sock, 1 /* EPOLLIN */, from_init, k) < 0) {
+        fail(e, errno, "watch the episode's init");
+        if (k->init.fd != sock)
+            close(sock);
+        episode_kill(k);
+        return -1;
+    }
+    return 0;
+}
+
+static void next_drop(struct keeper *k)
+{
+    pid_t pid = k->next.pid;
+    if (pid <= 0)
+        return;
+    k->next.pid = 0;
+    fd_close(&k->next.sock);
+    kill(pid, SIGKILL);
+    reap(pid);
+    upper_forget(k, k->next.generation, false);
+}
+
+/* While a used episode does nothing, the next one is made ready: a reset then only ends the old one. An episode that was never
+ * used needs no reset, so a sandbox that only waits does not hold two. */
+bool episode_may_stage(const struct keeper *k)
+{
+#ifdef RLS_SKIP
+    (void)k;
+    return false; /* what is left out is left out of the way from one to the next */
+#else
+    return k->used && !k->next.pid && !k->next.failed && !k->set.bare && !k->pause.how && k->init.fd >= 0;
+#endif
+}
+
+void episode_stage(struct keeper *k)
+{
+    struct err e = {0};
+    unsigned now = k->generation;
+    if (!episode_may_stage(k))
+        return;
+    if (limits_near(k)) { /* what it takes would be taken from the episode */
+        k->next.failed = true;
+        return;
+    }
+    k->generation = k->next.generation = ++k->generations;
+    if (begin(k, &k->next.pid, &k->next.sock, &e) < 0) {
+        k->next.pid = 0;
+        k->next.failed = true; /* the reset will say why */
+        upper_forget(k, k->generation, false);
+    }
+    memcpy(k->next.stack, k->stack, sizeof k->stack);
+    k->next.nstack = k->nstack;
+    k->generation = now;
+}
+
+int episode_start(struct keeper *k, struct err *e)
+{
+    pid_t pid;
+    int sock = -1;
+    k->episode++;
+    k->used = k->next.failed = false;
+    if (k->next.pid > 0 && k->next.nstack == k->nstack && memcmp(k->next.stack, k->stack, k->nstack * sizeof *k->stack) == 0) {
+        struct err ignored = {0};
+        siginfo_t si = {0};
+        pid = k->next.pid;
+        /* what it said before it died can still be read */
+        if (waitid(P_PID, (id_t)pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid) {
+            k->generation = k->next.generation;
+            k->next.pid = 0;
+            if (adopt(k, pid, k->next.sock, &ignored) == 0)
+                return 0;
+            upper_forget(k, k->generation, false);
+        } /* else it died meanwhile: another one */
+    }
+    next_drop(k);
+    k->generation = ++k->generations;
+    return begin(k, &pid, &sock, e) < 0 ? -1 : adopt(k, pid, sock, e);
+}
+
+/* What a reset leaves to be done when nobody waits. */
+void episode_sweep(struct keeper *k)
+{
+    while (k->nold) {
+        fd_close(&k->old[--k->nold].mnt);
+        upper_forget(k, k->old[k->nold].generation, false);
+    }
+    if (k->gc)
+        layers_gc(&k->layers, k->stack, k->nstack);
+    k->gc = false;
 }
 
 void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
@@ -164,10 +278,22 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         return;
     }
     skip_keep(k);
-    episode_kill(k);
+    /* the next one is made while the old one dies: they share nothing */
+    pid_t before = let_go(k);
+    int mnt = k->mnt_fd;
+    k->mnt_fd = -1;
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
     t1 = now_ns();
-    if (episode_start(k, &e) < 0)
+    int r = episode_start(k, &e);
+    reap(before);
+    if (r < 0) { /* the old one may have been in the way of a limit */
+        fd_close(&mnt);
+        upper_forget(k, k->generation, false);
+        episode_sweep(k);
+        e.no = 0;
+        r = episode_start(k, &e);
+    }
+    if (r < 0)
         conn_fail(&k->conn, channel, e.no, e.what);
     else if (put_fmt(&b, TAG_FACT, "ns_end=%llu", (unsigned long long)(t1 - t0)) == 0 &&
              put_fmt(&b, TAG_FACT, "ns_start=%llu", (unsigned long long)(now_ns() - t1)) == 0)
@@ -176,6 +302,9 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         k->conn.broken = true; /* an answer may not be lost */
     buf_free(&b);
     keeper_flush(k);
-    upper_forget(k, old, false);
-    layers_gc(&k->layers, k->stack, k->nstack);
+    if (k->nold == COUNT_OF(k->old))
+        episode_sweep(k);
+    k->old[k->nold].mnt = mnt;
+    k->old[k->nold++].generation = old;
+    k->gc = true;
 }

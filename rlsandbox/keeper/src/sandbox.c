@@ -15,10 +15,13 @@
 #include "pause.h"
 #include "sys.h"
 #include "stack.h"
+#include "standby.h"
 
 #ifndef RLS_HASH
 #define RLS_HASH "unknown"
 #endif
+
+enum { REST_MS = 2 }; /* so long after the last event nobody waits */
 
 static bool hello(struct keeper *k, const struct frame *f)
 {
@@ -121,6 +124,21 @@ static int answer_hub(struct keeper *k, int hub, const struct err *e)
     return r ? -1 : 0;
 }
 
+/* A spare keeper is put into cgroups before it knows what for. */
+static int groups_join(int hub, const int *fds, size_t n)
+{
+    struct buf b = {0};
+    int no = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (!no && write_all(fds[i], "0", 1) < 0)
+            no = errno;
+        close(fds[i]);
+    }
+    int r = put_str(&b, TAG_KIND, "joined") < 0 || put_u32(&b, TAG_ERRNO, (uint32_t)no) < 0 || msg_send(hub, b.p, b.len, NULL, 0) < 0 ? -1 : 0;
+    buf_free(&b);
+    return r;
+}
+
 int sandbox_main(int hub_fd, int client_fd)
 {
     static struct keeper k;
@@ -130,7 +148,7 @@ int sandbox_main(int hub_fd, int client_fd)
     struct err e = {0};
     k.layers.dir = "/k/s";
     k.hub.fd = -1;
-    k.init.fd = k.root_fd = k.proc_fd = -1;
+    k.init.fd = k.root_fd = k.proc_fd = k.mnt_fd = -1;
 #ifdef RLS_SKIP
     k.left_root = k.left_ns = -1;
     if (skipped("keyring"))
@@ -139,9 +157,18 @@ int sandbox_main(int hub_fd, int client_fd)
     prctl(PR_SET_DUMPABLE, 0);
     prctl(PR_SET_NAME, "rls-keeper");
     signal(SIGPIPE, SIG_IGN);
-    ssize_t n = msg_recv(hub_fd, room, sizeof room, fds, &nfds);
-    if (n <= 0)
-        return 1;
+    ssize_t n;
+    char word[16];
+    for (;;) {
+        nfds = COUNT_OF(fds);
+        n = msg_recv(hub_fd, room, sizeof room, fds, &nfds);
+        if (n <= 0)
+            return 1;
+        if (tlv_str(room, (size_t)n, TAG_KIND, word, sizeof word) <= 0 || strcmp(word, "join"))
+            break;
+        if (groups_join(hub_fd, fds, nfds) < 0)
+            return 1;
+    }
     struct rlimit rl;
     if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {
         rl.rlim_cur = rl.rlim_max;
@@ -163,7 +190,7 @@ int sandbox_main(int hub_fd, int client_fd)
         bool chosen = *k.set.mode;
         if (!chosen)
             strcpy(k.set.mode, "overlay");
-        if (loop_init(&k.loop) < 0 || conn_init(&k.conn, client_fd, on_frame, &k) < 0)
+        if (seccomp_prepare(&e) < 0 || loop_init(&k.loop) < 0 || conn_init(&k.conn, client_fd, on_frame, &k) < 0)
             fail(&e, errno, "prepare the keeper's loop");
         else if (strcmp(k.set.mode, "userns") || userns_plan(&k, &e) == 0) {
             struct err again = {0};
@@ -181,9 +208,20 @@ int sandbox_main(int hub_fd, int client_fd)
         return 1;
     while (!k.loop.stop) {
         int due = chan_timers(&k), look = limits_timer(&k);
-        if (loop_turn(&k.loop, look >= 0 && (due < 0 || look < due) ? look : due) < 0)
+        if (look >= 0 && (due < 0 || look < due))
+            due = look;
+        bool rest = k.nold || k.gc || episode_may_stage(&k) || standby_wanted(&k);
+        int r = loop_turn(&k.loop, rest && (due < 0 || due > REST_MS) ? REST_MS : due);
+        if (r < 0)
             break;
+        if (r == 0 && rest) {
+            standby_ask(&k);
+            episode_sweep(&k);
+            episode_stage(&k);
+        }
         keeper_flush(&k);
+        if (k.standby.soon)
+            standby_ask(&k);
         helpers_reap(&k);
     }
     episode_kill(&k);

@@ -83,8 +83,24 @@ struct keeper {
     bool greeted;
     /* the episode */
     unsigned generation, episode; /* of the upper layer; of the episode */
+    unsigned generations;         /* the highest number given to an upper layer */
+    bool used;                    /* the episode was asked to do something */
+    struct {
+        pid_t pid; /* 0: none */
+        int sock;
+        unsigned generation, nstack;
+        uint16_t stack[MAX_CHAIN];
+        bool failed;
+    } next; /* the episode that a reset will go on with, made ahead */
+    struct {
+        unsigned generation;
+        int mnt;
+    } old[8]; /* ended episodes' upper layers and mount namespaces, to be freed when nobody waits */
+    unsigned nold;
+    bool gc;
     pid_t init_pid, helpers[MAX_HELPERS]; /* forked by the keeper for its own work; 0: none */
     int root_fd, proc_fd; /* O_PATH of the episode's / and /proc */
+    int mnt_fd; /* its mount namespace: taking that apart takes longer than all else of an end */
     bool foreign_proc;
     struct src init;
     struct ereq *ereq_head, *ereq_tail; /* requests that the episode's init has not taken yet */
@@ -94,6 +110,12 @@ struct keeper {
     struct sout *draining;                /* pipes of ended commands that background children still hold */
     unsigned nchans;
     uint32_t next_job;
+    struct {
+        uint32_t job; /* 0: none */
+        pid_t pid;    /* 0: not yet told */
+        int sock, pidfd;
+        bool off, soon;
+    } standby;
 #ifdef RLS_SKIP
     int left_root, left_ns; /* of the episode before; -1: none */
 #endif
@@ -101,7 +123,7 @@ struct keeper {
 };
 
 /* ---- messages between keeper and the episode's init (SOCK_SEQPACKET) ---- */
-enum { E_SPAWN = 1, E_FILE = 2, E_KILL_ALL = 3 };                       /* keeper -> init */
+enum { E_SPAWN = 1, E_FILE = 2, E_KILL_ALL = 3, E_STANDBY = 4 };        /* keeper -> init */
 enum { E_READY = 10, E_VIEW_FAILED = 11, E_FORKED = 12, E_EXITED = 13, E_NOT_FORKED = 14, E_KILLED = 15, E_SETTLED = 16 }; /* back */
 
 /* descriptors that come with a request, in this order, when their bit is set */
@@ -149,6 +171,9 @@ int userns_plan(struct keeper *k, struct err *e); /* takes the root apart, once,
 /* reset.c */
 int episode_start(struct keeper *k, struct err *e);
 void episode_kill(struct keeper *k);
+bool episode_may_stage(const struct keeper *k);
+void episode_stage(struct keeper *k); /* in a moment of rest: the next one ahead */
+void episode_sweep(struct keeper *k); /* and what the last one left */
 
 /* view.c and episode.c: in the episode's init */
 int view_below(struct keeper *k, struct err *e); /* in a helper: what the upper layer covers; its root, opened */
@@ -158,8 +183,10 @@ _Noreturn void episode_main(struct keeper *k, int ctl);
 /* inside.c: in a child of the episode's init, never returns */
 extern uint32_t inside_nproc; /* how many processes a command's user may have; 0: no limit */
 _Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds);
+_Noreturn void inside_wait(int sock); /* for one request */
 
 /* seccomp.c */
+int seccomp_prepare(struct err *e); /* once, before the first episode: they inherit it */
 int seccomp_install(struct err *e);
 int caps_drop(struct err *e);
 
@@ -169,6 +196,8 @@ void chan_from_init(struct keeper *k, const struct emsg *m, int pidfd);
 bool chan_pump(struct keeper *k); /* puts one DATA frame into the connection; false: nothing to put */
 int chan_timers(struct keeper *k); /* handles what is due; ms until the next, -1 none */
 void chan_end_all(struct keeper *k, int no, const char *what);
+struct ereq *ereq_new(uint32_t kind, uint32_t job, uint32_t op, const uint8_t *body, size_t n);
+void ereq_fd(struct ereq *r, uint32_t bit, int fd); /* takes fd */
 void ereq_push(struct keeper *k, struct ereq *r);
 void ereq_flush(struct keeper *k);
 void ereq_drop(struct ereq *r);

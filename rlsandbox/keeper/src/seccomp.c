@@ -4,6 +4,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <sched.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
@@ -66,80 +67,133 @@ static const uint16_t refused[] = {
 };
 static const uint16_t missing[] = {435 /* clone3 */, 425, 426, 427 /* io_uring */};
 
-enum { ROOM = 400 };
-struct prog {
-    struct sock_filter f[ROOM];
-    unsigned n;
+/* Allowed or not by an argument: its low half, masked, is among the values or not. (Little endian: the low half is first.) */
+static const struct check {
+    uint16_t nr;
+    uint8_t arg, n;
+    uint32_t mask, hit, otherwise, value[6];
+} checks[] = {
+    /* no new namespaces */
+    {SYS_clone, 0, 1, CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET, R_ALLOW, R_EPERM, {0}},
+    /* pushing characters into a terminal's input (TIOCSTI); the Linux console's paste (TIOCLINUX) */
+    {SYS_ioctl, 1, 2, 0xffffffffu, R_EPERM, R_ALLOW, {0x5412, 0x541c}},
+    /* device nodes */
+#ifdef SYS_mknod
+    {SYS_mknod, 1, 2, S_IFMT, R_EPERM, R_ALLOW, {S_IFCHR, S_IFBLK}},
+#endif
+    {SYS_mknodat, 2, 2, S_IFMT, R_EPERM, R_ALLOW, {S_IFCHR, S_IFBLK}},
+    /* unix, inet, inet6, netlink; other families reach the machine or its hypervisor (vsock) */
+    {SYS_socket, 0, 5, 0xffffffffu, R_ALLOW, SECCOMP_RET_ERRNO | EAFNOSUPPORT, {0, 1, 2, 10, 16}},
+    /* plain, 32-bit uname, both, no address randomisation (debuggers), query */
+    {SYS_personality, 0, 6, 0xffffffffu, R_ALLOW, R_EPERM, {0, 8, 0x20000, 0x20008, 0x40000, 0xffffffffu}},
 };
 
-static void op(struct prog *p, uint16_t code, uint32_t v, uint8_t jt, uint8_t jf)
-{
-    if (p->n < ROOM)
-        p->f[p->n] = (struct sock_filter){code, jt, jf, v};
-    p->n++;
-}
-static void load(struct prog *p, size_t at) { op(p, BPF_LD | BPF_W | BPF_ABS, (uint32_t)at, 0, 0); }
-static void ret(struct prog *p, uint32_t v) { op(p, BPF_RET | BPF_K, v, 0, 0); }
-static void if_equal_ret(struct prog *p, uint32_t v, uint32_t r)
-{
-    op(p, BPF_JMP | BPF_JEQ | BPF_K, v, 0, 1);
-    ret(p, r);
-}
-#define ARG_LOW(i) (offsetof(struct seccomp_data, args) + 8 * (i)) /* little endian */
-static const size_t NR = offsetof(struct seccomp_data, nr);
+/* The filter is a search tree over stretches of numbers: the kernel runs it once for every number when it is installed, and
+ * a list of comparisons made that a fifth of a reset. */
+struct stretch {
+    uint32_t from; /* up to where the next begins */
+    uint32_t action;
+    const struct check *check;
+};
 
-/* for one system call: the low half of an argument masked must (not) be among values */
-static void check_arg(struct prog *p, uint32_t nr, unsigned arg, uint32_t mask, const uint32_t *v, size_t n, uint32_t hit,
-                      uint32_t otherwise)
+enum { ROOM = 600, STRETCHES = 2 * (COUNT_OF(refused) + COUNT_OF(missing) + COUNT_OF(checks)) + 3 };
+static struct {
+    struct sock_filter f[ROOM];
+    unsigned n;
+    struct stretch s[STRETCHES];
+    unsigned ns;
+    bool failed;
+} prog;
+
+static void op(uint16_t code, uint32_t v, unsigned jt, unsigned jf)
 {
-    op(p, BPF_JMP | BPF_JEQ | BPF_K, nr, 0, (uint8_t)(2 + 2 * n + 1));
-    load(p, ARG_LOW(arg));
-    op(p, BPF_ALU | BPF_AND | BPF_K, mask, 0, 0);
-    for (size_t i = 0; i < n; i++)
-        if_equal_ret(p, v[i], hit);
-    ret(p, otherwise);
+    prog.failed |= prog.n == ROOM || jt > 255 || jf > 255;
+    if (!prog.failed)
+        prog.f[prog.n++] = (struct sock_filter){code, (uint8_t)jt, (uint8_t)jf, v};
+}
+
+static void load(size_t at) { op(BPF_LD | BPF_W | BPF_ABS, (uint32_t)at, 0, 0); }
+static void ret(uint32_t v) { op(BPF_RET | BPF_K, v, 0, 0); }
+
+static void leaf(const struct stretch *s)
+{
+    const struct check *c = s->check;
+    if (!c) {
+        ret(s->action);
+        return;
+    }
+    load(offsetof(struct seccomp_data, args) + 8 * (size_t)c->arg);
+    op(BPF_ALU | BPF_AND | BPF_K, c->mask, 0, 0);
+    for (unsigned i = 0; i < c->n; i++) {
+        op(BPF_JMP | BPF_JEQ | BPF_K, c->value[i], 0, 1);
+        ret(c->hit);
+    }
+    ret(c->otherwise);
+}
+
+static void tree(unsigned lo, unsigned hi)
+{
+    if (hi - lo == 1) {
+        leaf(&prog.s[lo]);
+        return;
+    }
+    unsigned mid = lo + (hi - lo) / 2, at = prog.n;
+    op(BPF_JMP | BPF_JGE | BPF_K, prog.s[mid].from, 0, 0);
+    tree(lo, mid);
+    prog.failed |= prog.n - at - 1 > 255;
+    if (!prog.failed)
+        prog.f[at].jt = (uint8_t)(prog.n - at - 1);
+    tree(mid, hi);
+}
+
+static int by_number(const void *a, const void *b)
+{
+    const struct stretch *x = a, *y = b;
+    return x->from < y->from ? -1 : x->from > y->from;
+}
+
+static void one(uint32_t nr, uint32_t action, const struct check *c)
+{
+    prog.s[prog.ns++] = (struct stretch){nr, action, c};
+}
+
+int seccomp_prepare(struct err *e)
+{
+    if (prog.n)
+        return 0;
+    for (size_t i = 0; i < COUNT_OF(refused); i++)
+        one(refused[i], R_EPERM, NULL);
+    for (size_t i = 0; i < COUNT_OF(missing); i++)
+        one(missing[i], R_ENOSYS, NULL);
+    for (size_t i = 0; i < COUNT_OF(checks); i++)
+        one(checks[i].nr, 0, &checks[i]);
+    unsigned numbers = prog.ns;
+    qsort(prog.s, numbers, sizeof *prog.s, by_number);
+    /* what lies between is allowed */
+    one(0, R_ALLOW, NULL);
+    for (unsigned i = 0; i < numbers; i++)
+        if (i + 1 == numbers || prog.s[i + 1].from != prog.s[i].from + 1)
+            one(prog.s[i].from + 1, R_ALLOW, NULL);
+#ifdef X32
+    one(X32, SECCOMP_RET_KILL_PROCESS, NULL);
+#endif
+    qsort(prog.s, prog.ns, sizeof *prog.s, by_number);
+    load(offsetof(struct seccomp_data, arch));
+    op(BPF_JMP | BPF_JEQ | BPF_K, ARCH, 1, 0);
+    ret(SECCOMP_RET_KILL_PROCESS);
+    load(offsetof(struct seccomp_data, nr));
+    tree(0, prog.ns);
+    return prog.failed ? fail(e, E2BIG, "write the system call filter") : 0;
 }
 
 int seccomp_install(struct err *e)
 {
-    struct prog p = {.n = 0};
-    load(&p, offsetof(struct seccomp_data, arch));
-    op(&p, BPF_JMP | BPF_JEQ | BPF_K, ARCH, 1, 0);
-    ret(&p, SECCOMP_RET_KILL_PROCESS);
-    load(&p, NR);
-#ifdef X32
-    op(&p, BPF_JMP | BPF_JGE | BPF_K, X32, 0, 1);
-    ret(&p, SECCOMP_RET_KILL_PROCESS);
-#endif
-    for (size_t i = 0; i < COUNT_OF(refused); i++)
-        if_equal_ret(&p, refused[i], R_EPERM);
-    for (size_t i = 0; i < COUNT_OF(missing); i++)
-        if_equal_ret(&p, missing[i], R_ENOSYS);
-    /* clone: no new namespaces */
-    static const uint32_t zero[] = {0};
-    check_arg(&p, SYS_clone, 0, CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET, zero, 1, R_ALLOW, R_EPERM);
-    /* pushing characters into a terminal's input; the Linux console's paste */
-    static const uint32_t tty[] = {0x5412 /* TIOCSTI */, 0x541c /* TIOCLINUX */};
-    check_arg(&p, SYS_ioctl, 1, 0xffffffffu, tty, 2, R_EPERM, R_ALLOW);
-    /* device nodes */
-    static const uint32_t dev[] = {S_IFCHR, S_IFBLK};
-#ifdef SYS_mknod
-    check_arg(&p, SYS_mknod, 1, S_IFMT, dev, 2, R_EPERM, R_ALLOW);
-#endif
-    check_arg(&p, SYS_mknodat, 2, S_IFMT, dev, 2, R_EPERM, R_ALLOW);
-    /* address families: unix, inet, inet6, netlink; others reach the machine or its hypervisor (vsock) */
-    static const uint32_t family[] = {0, 1, 2, 10, 16};
-    check_arg(&p, SYS_socket, 0, 0xffffffffu, family, 5, R_ALLOW, SECCOMP_RET_ERRNO | EAFNOSUPPORT);
-    /* personality: plain, 32-bit uname, no address randomisation (debuggers), query */
-    static const uint32_t persona[] = {0, 8, 0x20000, 0x20008, 0x40000, 0xffffffffu};
-    check_arg(&p, SYS_personality, 0, 0xffffffffu, persona, 6, R_ALLOW, R_EPERM);
-    ret(&p, R_ALLOW);
-    if (p.n > ROOM)
-        return fail(e, E2BIG, "write the system call filter");
+    if (seccomp_prepare(e) < 0)
+        return -1;
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0)
         return fail(e, errno, "set no_new_privs");
-    struct sock_fprog prog = {(unsigned short)p.n, p.f};
-    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &prog) < 0)
+    struct sock_fprog p = {(unsigned short)prog.n, prog.f};
+    if (syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &p) < 0)
         return fail(e, errno, "install the system call filter");
     return 0;
 }

@@ -8,6 +8,7 @@
 #include <sys/vfs.h>
 
 #include "procs.h"
+#include "standby.h"
 #include "sys.h"
 #include "trees.h"
 
@@ -35,13 +36,14 @@ static size_t living(struct keeper *k)
 {
     struct procs ps = {0};
     size_t n = 0;
+    standby_settle(k);
     int dir = procs_dir(k);
-    pid_t init = k->foreign_proc ? k->init_pid : 1;
+    pid_t init = k->foreign_proc ? k->init_pid : 1, standby = standby_pid(k);
     if (dir >= 0 && procs_read(dir, &ps) == 0) {
         if (k->foreign_proc)
             procs_mark_tree(&ps, init);
         for (size_t i = 0; i < ps.n; i++)
-            n += ps.p[i].pid != init && ps.p[i].state != 'Z' && ps.p[i].state != 'X' && (ps.p[i].in || !k->foreign_proc);
+            n += ps.p[i].pid != init && ps.p[i].pid != standby && ps.p[i].state != 'Z' && ps.p[i].state != 'X' && (ps.p[i].in || !k->foreign_proc);
     }
     procs_free(&ps);
     fd_close(&dir);

@@ -364,6 +364,8 @@ static void credit_back(struct keeper *k, struct chan *c, struct sin *s, uint32_
 
 static void sin_push(struct keeper *k, struct chan *c, struct sin *s)
 {
+    if (c->standby >= 0)
+        return; /* sin_go comes later */
     uint16_t stream = s == &c->in[1] ? S_CONTROL_IN : S_STDIN;
     while (s->src.fd >= 0 && s->at < s->b.len) {
         ssize_t r = write(s->src.fd, s->b.p + s->at, s->b.len - s->at);
@@ -416,6 +418,12 @@ int sin_open(struct keeper *k, struct chan *c, unsigned i, int fd)
     if (loop_add(&k->loop, &s->src, fd, EPOLLOUT, on_sink, c) < 0)
         return -1;
     return loop_want(&k->loop, &s->src, 0);
+}
+
+void sin_go(struct keeper *k, struct chan *c, struct sin *s)
+{
+    if (s->asked)
+        sin_push(k, c, s);
 }
 
 bool sin_frame(struct keeper *k, struct chan *c, struct sin *s, const struct frame *f)
