@@ -33,6 +33,7 @@ for name in ("uid_map", "gid_map"):
 os.write(to_child[1], b"x")
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
+EMPTY = "mount -t tmpfs -o mode=1777 tmp /tmp"
 UNSHARE = ["unshare", "--mount", "--pid", "--ipc", "--net", "--fork", "--kill-child", "--mount-proc"]
 # What a container runtime leaves to root by default.
 ORDINARY = "+chown,+dac_override,+fowner,+fsetid,+kill,+setgid,+setuid,+setpcap,+net_bind_service,+sys_chroot,+setfcap"
@@ -74,16 +75,19 @@ class Container:
 @asynccontextmanager
 async def container(kind: str, *options: str) -> AsyncIterator[Container]:
     """*kind*: ``own-users`` (hostUsers: false and SYS_ADMIN), ``plain``, ``node`` (SYS_ADMIN over the node)."""
-    place = Path(tempfile.mkdtemp(prefix="rls-container-"))
+    place = Path(tempfile.mkdtemp(prefix="rls-container-", dir="/var/tmp"))
     place.chmod(0o755)
     (place / "run").mkdir()
     keeper = place / "keeper"
     sanitized = os.environ.get("RLS_TEST_KEEPER") == "keeper-asan"
     shutil.copy(keeper_binary(variant="asan" if sanitized else "release"), keeper)
-    init = ["sh", "-c", 'mount -t tmpfs run "$0" && exec "$@"', str(place / "run")]
+    # Its image is this machine, but for what others have left lying about.
+    init = ["sh", "-c", f'{EMPTY} && mount -t tmpfs run "$0" && exec "$@"', str(place / "run")]
     if kind == "plain":
         # A mask over a part of /proc, as container runtimes make: it forbids a fresh one further in.
-        init[2] = 'mount -t tmpfs run "$0" && mount --bind /dev/null /proc/timer_list && exec "$@"'
+        init[2] = (
+            f'{EMPTY} && mount -t tmpfs run "$0" && mount --bind /dev/null /proc/timer_list && exec "$@"'
+        )
         init += ["setpriv", f"--bounding-set=-all,{ORDINARY}"]
     init += [str(keeper), "init", "--run", str(place / "run"), *options]
     start = [sys.executable, "-c", USERNS] if kind == "own-users" else []
