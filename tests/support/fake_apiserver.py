@@ -222,7 +222,10 @@ class FakeApi:
 
     async def _exec(self, request: web.Request) -> web.StreamResponse:
         pod = request.path.split("/")[-2]
-        raw: Piped | None = await self.exec(pod) if self.exec is not None else None
+        try:
+            raw: Piped | None = await self.exec(pod) if self.exec is not None else None
+        except LookupError as error:  # a kubelet's words for a container that has ended
+            return _status(500, "InternalError", f"container not found ({error})")
         if raw is None:
             return _status(404, "NotFound", f"pods {pod!r} not found")
         ws = web.WebSocketResponse(protocols=("v4.channel.k8s.io",))
@@ -376,6 +379,13 @@ class Pods:
         status = self.status(pod) or ready
         spec = {**pod["spec"], "nodeName": "node-1"}
         self.api.put(f"{self.CORE}/pods", {**pod, "spec": spec, "status": status})
+        if self.keepers:
+            while name in self.containers and made.process.poll() is None:
+                await asyncio.sleep(0.05)
+            if name in self.containers and name in self.api.objects.get(f"{self.CORE}/pods", {}):
+                ended = {"state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
+                status = {"phase": "Failed", "containerStatuses": [ended]}
+                self.api.put(f"{self.CORE}/pods", {**pod, "spec": spec, "status": status})
 
     async def _ended(self, name: str) -> None:
         self.api.drop(f"{self.CORE}/pods", name)
