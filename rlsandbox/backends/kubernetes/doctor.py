@@ -10,16 +10,14 @@ import asyncio
 import datetime
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ...errors import SandboxError
+from ..diagnosis import Diagnosis, Row
 from . import names
 from .api import JSON, Api, ApiError
 from .cluster import Paths
 from .lease import server_time
-
-Status = Literal["ok", "warn", "fail"]
 
 _EXT = names.EXTENSIONS
 RIGHTS: tuple[tuple[str, str, str, bool], ...] = (
@@ -42,26 +40,6 @@ _LEVELS = {
     "baseline": ("userns", "ok", ""),
     "privileged": ("overlay", "ok", ""),
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    rows: tuple[Row, ...]
-
-    @property
-    def works(self) -> bool:
-        return all(row.status != "fail" for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"works": self.works, "rows": [asdict(row) for row in self.rows]}
 
 
 def diagnose(**how: Any) -> Diagnosis:

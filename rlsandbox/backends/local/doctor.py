@@ -13,31 +13,16 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
 
 from ...errors import SandboxError
 from ...keeper import build
 from ...keeper.client import KeeperClient
 from ...keeper.hubclient import HubClient
 from ...spec import Spec
+from ..diagnosis import Diagnosis, Row
 from . import advice, cgroups
 from .backend import Local
-from .surroundings import Row, surroundings
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """All rows, and whether the default works here (the CLI's exit status)."""
-
-    rows: tuple[Row, ...]
-
-    @property
-    def works(self) -> bool:
-        return all(row.status != "fail" for row in self.rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {"works": self.works, "rows": [asdict(row) for row in self.rows]}
+from .surroundings import surroundings
 
 
 def diagnose() -> Diagnosis:

@@ -7,16 +7,14 @@ import importlib.util
 import os
 import resource
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from ... import _paths
 from ...errors import ConfigError
 from ...spec import Spec
+from ..diagnosis import Row
 from . import limits
 
-Status = Literal["ok", "warn", "fail"]
 MIB = 1 << 20
 _NETWORK_DISKS = {
     "nfs",
@@ -31,23 +29,6 @@ _NETWORK_DISKS = {
     "fuse.sshfs",
     "beegfs",
 }
-
-
-@dataclass(frozen=True)
-class Row:
-    """One thing that was looked at.
-
-    Args:
-        name: what.
-        status: ``ok``, ``warn`` or ``fail``.
-        found: what was found, and what it means.
-        fix: what to do; empty when there is nothing to do.
-    """
-
-    name: str
-    status: Status
-    found: str
-    fix: str = ""
 
 
 def surroundings() -> list[Row]:
