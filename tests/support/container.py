@@ -92,7 +92,10 @@ async def container(kind: str, *options: str) -> AsyncIterator[Container]:
     init += [str(keeper), "init", "--run", str(place / "run"), *options]
     start = [sys.executable, "-c", USERNS] if kind == "own-users" else []
     log = open(place / "log", "wb+")
-    process = subprocess.Popen([*start, *UNSHARE, *init], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    # From "/", as a runtime starts an image without a WORKDIR: where the tests run may be out of its sight.
+    process = subprocess.Popen(
+        [*start, *UNSHARE, *init], cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+    )
     try:
         made = Container(process, place, keeper)
         for _ in range(500):
