@@ -21,7 +21,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "rlsandbox.cli.doctor",
         "What this machine offers, what is missing, how to get it.",
     ),
-    "plan": ("rlsandbox.images.cli", "Plan image hydration for a list of tasks."),
+    "plan": ("rlsandbox.cli.plan", "Which image goes to which node; bring them there."),
     "simulate": ("rlsandbox.cli.simulate", "Try pool settings on a simulated cluster, in virtual time."),
     "ledger": ("rlsandbox.cli.ledger", "Show, report, reconcile and export runs."),
     "reap": ("rlsandbox.cli.reap", "Remove what dead runs have left behind."),

@@ -18,6 +18,10 @@ EXAMPLES = {
     "plugin.py": ([], ["the episode holds secret of lease-0-1", "lease-1-2", "coverage 1.0"]),
     "evaluation.py": (["work"], ["answer-3 completed 1.0 try 3", "coverage 1.0"]),
     "backend.py": ([], ["reward 1.0"]),
+    "plan_images.py": (
+        ["--images", "300", "--nodes", "4"],
+        ["300 images, 1,200 rollouts, 4 nodes", "to move"],
+    ),
 }
 
 

@@ -154,6 +154,7 @@ class FakeApi:
                 return _status(409, "AlreadyExists", f"{body['metadata']['name']} already exists")
             return web.json_response(self.put(path, body), status=201)
         if method == "GET" and name in (
+            "nodes",
             "pods",
             "sandboxclaims",
             "leases",

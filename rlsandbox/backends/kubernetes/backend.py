@@ -135,6 +135,15 @@ class Kubernetes(Backend):
         return f"Kubernetes({where}, {len(self._places)} members)"
 
     @property
+    def shape(self) -> Shape:
+        """What its pods have in common."""
+        return self._shape
+
+    async def connect_api(self) -> Api:
+        """A connection of its own to this backend's cluster, to be closed by the caller."""
+        return await Api.connect(**self._how, write_rate=self._write_rate)
+
+    @property
     def requests(self) -> Mapping[str, int]:
         """How many requests were made of the API server, by verb."""
         return {} if self._api is None else dict(self._api.requests)
