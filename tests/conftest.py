@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import signal
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -28,3 +29,15 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(body())
     return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What was skipped, by reason: a line a test would hide how many there are of what kind."""
+    counts = Counter(
+        str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
+        for report in terminalreporter.stats.get("skipped", [])
+    )
+    if counts:
+        terminalreporter.section(f"{counts.total()} skipped, by reason", sep="-")
+    for reason, count in counts.most_common():
+        terminalreporter.line(f"{count:5} {reason.removeprefix('Skipped: ')}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import click
@@ -22,7 +21,7 @@ def command() -> None:
 @json_option
 def build(arch: str | None, target: str | None, as_json: bool) -> None:
     """Build the keeper for an architecture, unless one that fits is there, and say where it lies."""
-    from ..keeper.build import ARCHITECTURES, KeeperBuildError, keeper_binary, source_digest
+    from ..keeper.build import ARCHITECTURES, KeeperBuildError, keeper_binary, machine, source_digest
     from ..keeper.build import build as build_keeper
 
     if arch is not None and arch not in ARCHITECTURES:
@@ -35,7 +34,7 @@ def build(arch: str | None, target: str | None, as_json: bool) -> None:
         if Path(target).is_dir() or not Path(target).absolute().parent.is_dir():
             raise ConfigError(f"--out: {target} is a directory, or in none")
         try:
-            path = build_keeper(arch or platform.machine(), Path(target).absolute())
+            path = build_keeper(arch or machine(), Path(target).absolute())
         except KeeperBuildError as error:
             raise UnsupportedError(str(error), kind="keeper_build") from error
     facts = {"path": str(path), "bytes": path.stat().st_size, "sources": source_digest()}

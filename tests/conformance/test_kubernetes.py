@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -29,9 +29,6 @@ pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 class TestKubernetes(OnePerClass, BackendConformance):
-    skip: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("no_hidden_deadline", "much_output[300"), "as locally"),
-    }
     spec = Spec(image="any", memory="2GiB")
 
     @pytest.fixture(scope="class")

@@ -254,6 +254,20 @@ def _libraries(program: str) -> list[str]:
     return found
 
 
+def tools_layers() -> list[bytes]:
+    """busybox's root and over it git, bash and (where this machine has them under /usr) python3 with its library."""
+    programs = [name for name in ("git", "bash") if shutil.which(name, path="/usr/bin:/bin")]
+    trees = ["/usr/lib/git-core"] if "git" in programs else []
+    python = shutil.which("python3", path="/usr/bin")
+    if python is not None:
+        programs.append("python3")
+        trees.append("/usr/lib/" + os.path.basename(os.path.realpath(python)))
+    layers = [busybox_layer()]
+    if programs:
+        layers.append(program_layer(programs, [tree for tree in trees if os.path.isdir(tree)]))
+    return layers
+
+
 def changes_layer() -> bytes:
     """What a later layer does to an earlier one: a deletion, an emptied directory, a replaced file."""
     return layer(
@@ -273,14 +287,7 @@ def residue_image(path: Path, *, count: int = 5200, tag: str = "latest") -> Path
     busybox's tools, git, bash and (where this machine has them under /usr) python3 with its library; users
     root, agent (1000), tester (1001); setuid and setgid files; /bin, /sbin, /lib are links; over 5,000 files.
     """
-    programs = [name for name in ("git", "bash") if shutil.which(name, path="/usr/bin:/bin")]
-    trees = ["/usr/lib/git-core"] if "git" in programs and os.path.isdir("/usr/lib/git-core") else []
-    python = shutil.which("python3", path="/usr/bin")
-    if python is not None:
-        programs.append("python3")
-        trees.append("/usr/lib/" + os.path.basename(os.path.realpath(python)))
-    layers = [busybox_layer(), many_files_layer(count), changes_layer()]
-    if programs:
-        layers.insert(1, program_layer(programs, [tree for tree in trees if os.path.isdir(tree)]))
+    busybox_root, *tools = tools_layers()
+    layers = [busybox_root, *tools, many_files_layer(count), changes_layer()]
     config = {"Env": ["PATH=/usr/bin:/usr/sbin", "IMAGE=residue"], "WorkingDir": "/workspace"}
     return oci_layout(path, layers, config, tag)

@@ -206,12 +206,95 @@ def test_a_wheel_for_every_platform_carries_what_is_named(copy: Path, tmp_path: 
     ]
 
 
+ELF = {"x86_64": 62, "aarch64": 183}
+LONG = "compiles zig's C library first, minutes long: RLSANDBOX_TEST_ARCHS=1 (as .ci/run does)"
+needs_zig = pytest.mark.skipif(os.environ.get("RLSANDBOX_TEST_ARCHS") != "1", reason=LONG)
+
+
+def elf_machine(path: Path) -> int:
+    head = path.read_bytes()[:20]
+    assert head[:4] == b"\x7fELF"
+    return int.from_bytes(head[18:20], "little")
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> str:
+    """A PATH with a cross compiler for each other architecture: the own one's program, marked as the other's."""
+    place = tmp_path / "compilers"
+    place.mkdir()
+    real = build.find_compiler(build.machine())
+    assert real is not None
+    for arch in set(build.ARCHITECTURES) - {build.machine()}:
+        program = place / f"{arch}-linux-musl-gcc"
+        program.write_text(
+            f"""#!{sys.executable}
+import subprocess, sys
+code = subprocess.run([*{real!r}, *sys.argv[1:]]).returncode
+if code == 0:
+    with open(sys.argv[sys.argv.index("-o") + 1], "r+b") as made:
+        made.seek(18)
+        made.write(bytes([{ELF[arch]}, 0]))
+sys.exit(code)
+"""
+        )
+        program.chmod(0o755)
+    return f"{place}:{os.environ['PATH']}"
+
+
+def check_release_wheel(copy: Path, tmp_path: Path, **env: str) -> None:
+    """Build the wheel that carries both, and take each keeper out of it where nothing could compile one."""
+    pytest.importorskip("setuptools")
+    archs = ",".join(build.ARCHITECTURES)
+    name = backend(copy, f"build_wheel({str(tmp_path)!r})", RLSANDBOX_KEEPER_ARCHS=archs, **env)
+    assert name.endswith("-py3-none-any.whl"), "one file for every machine"
+    site = tmp_path / "site"
+    with zipfile.ZipFile(tmp_path / name) as wheel:
+        wheel.extractall(site)
+        for arch in build.ARCHITECTURES:
+            mode = wheel.getinfo(f"rlsandbox/keeper/bin/keeper-{arch}").external_attr >> 16
+            assert mode & 0o555 == 0o555, "what pip makes executable"
+    carried = {path.name for path in (site / "rlsandbox/keeper/bin").iterdir()}
+    assert carried == {f"keeper-{arch}{end}" for arch in build.ARCHITECTURES for end in ("", ".digest")}
+    code = (
+        "import platform, sys; platform.machine = lambda: sys.argv[1]\n"
+        "from rlsandbox.keeper.build import keeper_binary\n"
+        "print(*[keeper_binary(name) for name in (None, 'x86_64', 'amd64', 'aarch64', 'arm64')], sep='\\n')"
+    )
+    shipped = {arch: site / f"rlsandbox/keeper/bin/keeper-{arch}" for arch in build.ARCHITECTURES}
+    assert {arch: elf_machine(path) for arch, path in shipped.items()} == ELF
+    x86, arm = str(shipped["x86_64"]), str(shipped["aarch64"])
+    for machine, own in (("x86_64", x86), ("aarch64", arm), ("arm64", arm)):
+        done = subprocess.run(
+            [sys.executable, "-c", code, machine],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={
+                **{k: v for k, v in os.environ.items() if k != "RLSANDBOX_KEEPER"},
+                "PYTHONPATH": str(site),
+                "PATH": "/nonexistent",
+                "RLSANDBOX_CACHE": str(tmp_path / "cache"),
+            },
+        )
+        assert done.stdout.split() == [own, x86, x86, arm, arm], done.stderr
+    assert not (tmp_path / "cache").exists(), "nothing was compiled"
+
+
+@needs_compiler
+def test_a_release_wheel_carries_both_and_each_machine_takes_its_own(
+    copy: Path, tmp_path: Path, stand_in: str
+) -> None:
+    check_release_wheel(copy, tmp_path, PATH=stand_in)
+
+
+@needs_zig
+def test_a_release_wheel_by_zig(copy: Path, tmp_path: Path) -> None:
+    check_release_wheel(copy, tmp_path)
+
+
+@needs_zig
 def test_both_architectures_compile(tmp_path: Path) -> None:
-    if os.environ.get("RLSANDBOX_TEST_ARCHS") != "1":
-        pytest.skip("compiles zig's C library first, minutes long: RLSANDBOX_TEST_ARCHS=1 (as .ci/run does)")
     for arch in build.ARCHITECTURES:
         path = build.build(arch, tmp_path / f"keeper-{arch}")
-        assert path.read_bytes()[:4] == b"\x7fELF"
         assert path.stat().st_size < 300_000, "with musl, as zig has it"
-        machine = int.from_bytes(path.read_bytes()[18:20], "little")
-        assert machine == {"x86_64": 62, "aarch64": 183}[arch]
+        assert elf_machine(path) == ELF[arch]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -14,6 +15,10 @@ from rlsandbox.task import Task
 from rlsandbox.tasks import Solution
 
 Files = Mapping[str, str | bytes]
+# Root may read any memory by CAP_SYS_PTRACE, which no episode has.
+WITHOUT_PTRACE = (
+    ["setpriv", "--bounding-set=-sys_ptrace"] if os.geteuid() == 0 and shutil.which("setpriv") else []
+)
 Grade = Callable[[Task, Solution | None], "subprocess.CompletedProcess[str]"]
 
 
@@ -39,7 +44,12 @@ def grade(tmp_path_factory: pytest.TempPathFactory) -> Grade:
                 subprocess.run(["sh", "-c", solution.command], cwd=work, env=env, check=True, timeout=60)
         put(work, task.grader.files)
         return subprocess.run(
-            list(task.grader.command), cwd=work, env=env, capture_output=True, text=True, timeout=120
+            [*WITHOUT_PTRACE, *task.grader.command],
+            cwd=work,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
         )
 
     return run

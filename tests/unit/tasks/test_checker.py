@@ -10,7 +10,7 @@ from rlsandbox.task import Task
 from rlsandbox.tasks import Solution
 from rlsandbox.tasks.check import checks_grader
 
-from .conftest import Grade
+from .conftest import WITHOUT_PTRACE, Grade
 
 
 def checked(checks: str) -> Task:
@@ -76,8 +76,10 @@ CHEATS = {
 
 @pytest.mark.parametrize("name", CHEATS)
 def test_cheats_gain_nothing(name: str, grade: Grade) -> None:
-    if "memory" in name and os.geteuid() == 0:
-        pytest.skip("root with CAP_SYS_PTRACE, which no episode has, reads any memory")
+    if "memory" in name and os.geteuid() == 0 and not WITHOUT_PTRACE:
+        pytest.skip(
+            "root with CAP_SYS_PTRACE, which no episode has, reads any memory (setpriv, util-linux, drops it)"
+        )
     files = {"m.py": CHEATS[name]}
     if name.startswith("leaves"):
         files |= {"json.py": "raise SystemExit(0)", ".check/json.py": ""}
