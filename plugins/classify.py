@@ -52,7 +52,7 @@ _KINDS: tuple[tuple[type[BaseException], str], ...] = (
 def _said(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 

@@ -115,8 +115,8 @@ def load_config(
         config: a file that takes the place of ``$RLSANDBOX_CONFIG`` and ``./rlsandbox.toml``; ``False``
             ignores every file and variable.
         profile: section ``[profiles.NAME]``; without one, ``$RLSANDBOX_PROFILE``.
-        arguments: by name as :class:`~rlsandbox.Pool` takes them; None and empty sequences count as not
-            given. ``backend`` may be a name or a Backend, ``spec`` a Spec.
+        arguments: by name as :class:`~rlsandbox.Pool` takes them; None, and a ``block`` of nothing, count as
+            not given. ``backend`` may be a name or a Backend, ``spec`` a Spec.
         environ: instead of the process's environment.
 
     Raises:
@@ -136,7 +136,9 @@ def load_config(
         layers += [_from_file(str(path), data) for path, data in read]
     elif profile is not None:
         raise ConfigError(f"profile {profile!r} needs a file, and config=False ignores them all")
-    given = {k: v for k, v in (arguments or {}).items() if v is not None and v != () and v != []}
+    given = {k: v for k, v in (arguments or {}).items() if v is not None}
+    if not given.get("block", ()):
+        given.pop("block", None)
     backend, spec = given.pop("backend", None), given.pop("spec", None)
     layers.insert(0, _Layer({f"pool.{k}": (v, "argument") for k, v in _checked_arguments(given).items()}))
     values: dict[str, Any] = {}
@@ -180,6 +182,8 @@ def _backend(given: object, layers: list[_Layer], sources: dict[str, str]) -> Ba
     """The highest layer that names a backend decides; options come from layers that mean the same one."""
     name: str | None = None
     if given is not None:
+        if given == "":
+            raise ConfigError("backend must be a name or a Backend, not ''")
         if not isinstance(given, str):
             label = getattr(given, "name", None)
             if not isinstance(label, str) or not callable(getattr(given, "provision", None)):
@@ -217,19 +221,27 @@ def _files(config: PathArgument | None, variables: Mapping[str, str]) -> list[Pa
     if not named and variables.get("RLSANDBOX_CONFIG"):
         named = [(Path(variables["RLSANDBOX_CONFIG"]), "$RLSANDBOX_CONFIG")]
     for path, by in named:
-        if not path.is_file():
+        if not _is_file(path):
             raise ConfigError(f"{by} names {path}, which is not a file")
     paths = [path for path, _ in named] or [Path(FILE_NAME)]
     home = variables.get("HOME") or os.path.expanduser("~")
     base = variables.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     paths += [Path(base, "rlsandbox", "config.toml"), SYSTEM_FILE]
-    return [path for path in paths if path.is_file()]
+    return [path for path in paths if _is_file(path)]
+
+
+def _is_file(path: Path) -> bool:
+    """False also where nobody can tell: under the home of another user (sudo without -H), a name too long."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> tuple[Path, Mapping[str, Any]]:
     try:
-        return path, tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return path, tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # numbers too long, nested too deep
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
@@ -351,5 +363,5 @@ def _guess(text: str) -> Any:
     """A backend's option in a variable: a TOML value where it is one, else the text itself."""
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text

@@ -17,6 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import pluggy
 
+from .errors import ConfigError
+from .spec import is_utf8
+
 if TYPE_CHECKING:
     from .results import CommandResult, Failure, FileInfo, Record
     from .sandbox import Snapshot
@@ -52,6 +55,24 @@ class Credentials:
     id: str
     env: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        # Here, in the plugin that makes it: later it would look like a sandbox's fault. No value is told.
+        if not isinstance(self.id, str) or not self.id:
+            raise ConfigError(f"Credentials.id must be text that is not empty, not {self.id!r}")
+        for what, values, kinds in (("env", self.env, str), ("files", self.files, (bytes, str))):
+            if not isinstance(values, Mapping):
+                raise ConfigError(f"Credentials.{what} must be a mapping, not {type(values).__name__}")
+            for name, value in values.items():
+                bad = not isinstance(name, str) or not name or not isinstance(value, kinds)
+                text = "" if bad else name + (value if isinstance(value, str) else "")
+                bad = bad or "\0" in text or (what == "env" and "=" in name)
+                if bad or not is_utf8(text, "surrogateescape"):
+                    kind = "bytes" if what == "files" else "UTF-8 text without NUL"
+                    raise ConfigError(f"Credentials.{what}: {name!r} must be a name, its value {kind}")
+        if any(isinstance(data, str) for data in self.files.values()):
+            raw = {p: d.encode() if isinstance(d, str) else d for p, d in self.files.items()}
+            object.__setattr__(self, "files", raw)
 
     def __repr__(self) -> str:
         return f"Credentials(id={self.id!r}, env={sorted(self.env)}, files={sorted(self.files)})"
@@ -228,7 +249,6 @@ def plugin_manager(
     import importlib.metadata
 
     from ._settings import nearest
-    from .errors import ConfigError
 
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(Specs)
@@ -249,9 +269,17 @@ def plugin_manager(
     if entry_points:
         for name in blocked:
             manager.set_blocked(name)
-        manager.load_setuptools_entrypoints(PROJECT)
+        _load_installed(manager)
     for plugin in plugins:
-        manager.register(plugin)
+        # By a name that people know: errors and records say whose hook it was.
+        name = str(getattr(plugin, "__name__", None) or type(plugin).__name__)
+        if manager.is_registered(plugin):
+            raise ConfigError(f"plugins: {name} is there twice, or installed as well")
+        taken = sum(1 for known_as, _ in manager.list_name_plugin() if known_as.partition("#")[0] == name)
+        try:
+            manager.register(plugin, f"{name}#{taken + 1}" if taken else name)
+        except pluggy.PluginValidationError as error:
+            raise ConfigError(f"plugins: {name}: {' '.join(str(error).split())}") from error
         if not manager.get_hookcallers(plugin):
             raise ConfigError(f"plugins: {plugin!r} has no function marked @rlsandbox.hookimpl")
     # Not from the manager's own list: that holds every name that was blocked.
@@ -260,3 +288,22 @@ def plugin_manager(
     if unknown:
         raise ConfigError(f"block: no plugin is called {unknown[0]!r}{nearest(unknown[0], names)}")
     return manager
+
+
+def _load_installed(manager: pluggy.PluginManager) -> None:
+    """Plugins of installed packages; one that is broken is named, so that it can be left out."""
+    import importlib.metadata
+
+    for point in importlib.metadata.entry_points(group=PROJECT):
+        if manager.get_plugin(point.name) is not None or manager.is_blocked(point.name):
+            continue
+        try:
+            plugin = point.load()
+            if not manager.is_registered(plugin):
+                manager.register(plugin, point.name)
+        except Exception as error:
+            raise ConfigError(
+                f"the installed plugin {point.name!r} ({point.value}) cannot be loaded: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}",
+                hint=f"mend or uninstall it, or leave it out: Pool(block=[{point.name!r}])",
+            ) from error

@@ -46,7 +46,10 @@ def parse_size(value: str | int, what: str = "size") -> int:
     unit = _UNITS.get(match.group(2).lower()) if match else None
     if match is None or unit is None:
         raise ConfigError(f"{what} must be bytes or a string such as '512MiB', not {value!r}")
-    return int(float(match.group(1)) * unit)
+    number, _, fraction = match.group(1).partition(".")
+    if len(number) > 20:
+        raise ConfigError(f"{what} is more than any machine has: {value[:30]}...")
+    return int(number) * int(unit) + int(float(f"0.{fraction or 0}") * unit)
 
 
 def _positive(value: float | None, what: str, *, whole: bool = False) -> None:
@@ -58,10 +61,24 @@ def _positive(value: float | None, what: str, *, whole: bool = False) -> None:
         raise ConfigError(f"{what} must be {kind} above 0, not {value!r}")
 
 
+def is_utf8(text: str, errors: str = "strict") -> bool:
+    """Whether *text* can be written down: a lone surrogate, as JSON may hold it, cannot.
+
+    With *errors* ``surrogateescape`` it can where it stands for a byte, as in names of files.
+    """
+    try:
+        text.encode("utf-8", errors)
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _text(value: object, what: str) -> None:
     """None, or text that can be a name or a path."""
     if value is not None and (not isinstance(value, str) or not value or "\0" in value):
         raise ConfigError(f"{what} must be text that is not empty, not {value!r}")
+    if isinstance(value, str) and not is_utf8(value, "surrogateescape"):
+        raise ConfigError(f"{what} must be text that UTF-8 can say, not {value!r:.100}")
 
 
 class _Data:
@@ -241,6 +258,8 @@ def _strings(value: Mapping[str, str], what: str) -> dict[str, str]:
         raise ConfigError(f"{what} must map names to strings, not {value!r}")
     for key, item in value.items():
         bad = not isinstance(key, str) or not key or "=" in key or "\0" in key
-        if bad or not isinstance(item, str) or "\0" in item:
-            raise ConfigError(f"{what}: {key!r}={item!r} must be strings without NUL, the name without '='")
+        if bad or not isinstance(item, str) or "\0" in item or not is_utf8(key + item, "surrogateescape"):
+            raise ConfigError(
+                f"{what}: {key!r}={item!r} must be strings in UTF-8 without NUL, the name without '='"
+            )
     return dict(value)

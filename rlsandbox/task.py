@@ -13,7 +13,7 @@ from os import PathLike, fspath
 from typing import Any
 
 from .errors import ConfigError
-from .spec import Limits, Spec, _Data, _positive, _text
+from .spec import Limits, Spec, _Data, _positive, _text, is_utf8
 
 Cmd = str | Sequence[str]
 
@@ -53,6 +53,11 @@ class Grader(_Data):
             object.__setattr__(self, "command", tuple(self.command))
         if not self.command:
             raise ConfigError("Grader.command must not be empty")
+        for part in (self.command,) if isinstance(self.command, str) else self.command:
+            if "\0" in part or not is_utf8(part, "surrogateescape"):
+                raise ConfigError(f"Grader.command must be UTF-8 text without NUL, not {part!r:.100}")
+        if not isinstance(self.fresh, bool):
+            raise ConfigError(f"Grader.fresh must be True or False, not {self.fresh!r}")
         if not isinstance(self.reward, str):
             raise ConfigError(f"Grader.reward must be text, not {self.reward!r}")
         _positive(self.timeout, "Grader.timeout")
@@ -96,8 +101,12 @@ class Task(_Data):
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id or "\0" in self.id:
             raise ConfigError(f"Task.id must be a string that is not empty, not {self.id!r}")
+        if not is_utf8(self.id):
+            raise ConfigError(f"Task.id must be text that UTF-8 can say, not {self.id!r}")
         if isinstance(self.image, PathLike):
             object.__setattr__(self, "image", fspath(self.image))
+        if not isinstance(self.prompt, str):
+            raise ConfigError(f"Task.prompt must be text, not {type(self.prompt).__name__}", task=self.id)
         for name in ("image", "workdir", "setup"):
             if getattr(self, name) != "":
                 _text(getattr(self, name), f"Task.{name}")
@@ -148,7 +157,7 @@ def _files(value: Mapping[str, str | bytes], what: str) -> dict[str, str | bytes
             raise ConfigError(f"{what}: {path!r} must not contain '..'")
         if not isinstance(data, (str, bytes)):
             raise ConfigError(f"{what}[{path!r}] must be text or bytes, not {type(data).__name__}")
-        if isinstance(data, str) and any("\ud800" <= c <= "\udfff" for c in data):
+        if isinstance(data, str) and not is_utf8(data):
             raise ConfigError(f"{what}[{path!r}]: this text cannot be written as UTF-8; give bytes")
     return dict(value)
 

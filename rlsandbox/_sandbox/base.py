@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from ..errors import CommandError, SandboxStateError, UnsupportedError, file_error
+from ..errors import CommandError, ConfigError, SandboxStateError, UnsupportedError, file_error
 from ..keeper.channel import CommandChannel, Exit, Sink
 from ..keeper.client import KeeperClient
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
@@ -33,7 +33,7 @@ from .command import (
     stream_name,
     text_bytes,
 )
-from .host import Budget, Host, SandboxLimits
+from .host import Budget, Host, Live, SandboxLimits
 
 if TYPE_CHECKING:
     from ..pool.policy import AsyncRollout
@@ -43,6 +43,7 @@ State = Literal["ready", "paused", "hibernated", "graded", "released", "dead"]
 Path_ = str | PathLike[str]
 OnOutput = Callable[[Stream, bytes], object]
 
+MOST = 1 << 62  # bytes; more than a counter of the keeper's holds is as good as no limit
 MAX_PATH = 4096  # the kernel's, its NUL included
 _STDIN = encode_fields({"stdin": 1})
 _CONTROL = encode_fields({"control": 1})
@@ -72,7 +73,7 @@ class Deadline:
         self._handle.cancel()
 
 
-class SandboxBase:
+class SandboxBase(Live):
     """State and commands; :class:`~.core.AsyncSandbox` is what a user holds."""
 
     def __init__(
@@ -113,7 +114,7 @@ class SandboxBase:
         self._paused_s = 0.0
         self._paused_since: float | None = None
         self._first = True
-        self._output_limit = task.limits.output_bytes
+        self._output_limit = min(task.limits.output_bytes, MOST)
         self._pid = os.getpid()
         self.loop = client.loop
         self.attach(client, node=node)
@@ -171,7 +172,7 @@ class SandboxBase:
         self._require("ready")
         timeout = seconds(timeout)
         if timeout is None:
-            timeout = self.task.limits.command
+            timeout = seconds(self.task.limits.command)
         if self.budget is not None:
             left = self.budget.spend()
             if left is not None:
@@ -265,7 +266,7 @@ class SandboxBase:
     def output_limit(self, output_limit: str | int | None) -> int:
         if output_limit is None:
             return self._output_limit
-        return parse_size(output_limit, "output_limit")
+        return min(parse_size(output_limit, "output_limit"), MOST)
 
     def _place_of(self, cwd: str | None, user: str | None) -> bytes:
         """The encoded fields that say where, and as whom, a command runs."""
@@ -274,9 +275,10 @@ class SandboxBase:
 
     def path(self, path: Path_) -> str:
         """An absolute path: relative ones are under the workdir."""
-        text = os.fspath(path)
+        if not isinstance(path, (str, PathLike)) or not isinstance(text := os.fspath(path), str):
+            raise ConfigError(f"a path must be text or a path object, not {path!r}")
         if not text:
-            raise file_error(errno.ENOENT, text, sandbox=self.id)
+            raise file_error(errno.ENOENT, text, message="an empty path names no file", sandbox=self.id)
         full = posixpath.join(self.workdir, text)
         if len(text_bytes(full, "a path")) >= MAX_PATH:
             raise file_error(errno.ENAMETOOLONG, f"{full[:100]}...", sandbox=self.id)
@@ -363,8 +365,9 @@ class SandboxBase:
         self._state = "graded"
         yield
 
-    async def run_grader(self, cmd: Cmd, *, timeout: float) -> CommandResult:
+    async def run_grader(self, cmd: Cmd, *, timeout: float | None) -> CommandResult:
         limit = self.output_limit(None)
+        timeout = seconds(timeout)
         collector = Collector(limit)
         channel, argv = self.command(cmd, timeout=timeout, output_limit=max(limit, 1), sink=collector.add)
         return await self._ended(channel, argv, collector, timeout)

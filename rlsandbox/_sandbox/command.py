@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import errno
 import math
+import numbers
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from ..results import CommandResult
 Cmd = str | Sequence[str]
 SHELL = "/bin/sh"
 SCRIPT_FD = "/proc/self/fd/9"
+LONGEST_S = 1e9  # 31 years; beyond it clocks and counters of milliseconds overflow
 MAX_ARGUMENT = 131072  # the kernel's limit for one argument, its NUL included
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -46,16 +48,27 @@ def argv_of(cmd: Cmd) -> tuple[list[bytes], bytes | None]:
 def text_bytes(text: str, what: str) -> bytes:
     if not isinstance(text, str):
         raise ConfigError(f"{what} must be a string, not {text!r}")
-    raw = text.encode("utf-8", "surrogateescape")
+    raw = utf8(text, what)
     if b"\0" in raw:
         raise ConfigError(f"{what} must not contain NUL bytes: no program can be given one")
     return raw
 
 
+def utf8(text: str, what: str) -> bytes:
+    """*text* as bytes; ConfigError for half of a surrogate pair, as a model's JSON may hold it."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        half = text[error.start]
+        raise ConfigError(
+            f"{what} must be text that UTF-8 can say, not one with the lone surrogate {half!r}"
+        ) from None
+
+
 def content_bytes(data: bytes | str, what: str) -> bytes:
     """What goes to a program or into a file, checked before anything is begun."""
     if isinstance(data, str):
-        return data.encode("utf-8", "surrogateescape")
+        return utf8(data, what)
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ConfigError(f"{what} must be bytes or a string, not {type(data).__name__}")
     return bytes(data)
@@ -72,16 +85,18 @@ def env_pairs(*maps: Mapping[str, str]) -> list[str]:
         bad = not isinstance(key, str) or not key or "=" in key or "\0" in key
         if bad or not isinstance(value, str) or "\0" in value:
             raise ConfigError(f"env: {key!r}={value!r} must be strings without NUL, the name without '='")
+        if not (key.isascii() and value.isascii()):
+            utf8(key + value, f"env: {key!r}")
     return [f"{key}={value}" for key, value in merged.items()]
 
 
 def seconds(timeout: float | None, what: str = "timeout") -> float | None:
-    """A timeout that makes sense; None and infinity are none."""
+    """A timeout that makes sense; None, infinity, and what nobody lives to see, are none."""
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
+    if isinstance(timeout, bool) or not isinstance(timeout, numbers.Real) or not timeout > 0:
         raise ConfigError(f"{what} must be a number of seconds above 0, not {timeout!r}")
-    return None if math.isinf(timeout) else timeout
+    return None if timeout > LONGEST_S else float(timeout)
 
 
 def deadline_ms(timeout: float) -> int:

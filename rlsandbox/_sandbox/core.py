@@ -281,6 +281,8 @@ class AsyncSandbox(SandboxBase):
     def __del__(self) -> None:
         if getattr(self, "_state", "released") == "released" or os.getpid() != self._pid:
             return
+        if self._client.lost.done():
+            return  # dead, or its pool is closed: there is nothing that could go back
         with contextlib.suppress(Exception):
             warnings.warn(
                 f"{self!r} was never released; it goes back now", ResourceWarning, source=self, stacklevel=2

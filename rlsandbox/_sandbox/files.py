@@ -21,7 +21,7 @@ from ..keeper.client import KeeperClient, KeeperFailure
 from ..keeper.wire import Op, Tag
 from ..results import FileInfo
 from .command import content_bytes
-from .local import CHUNK, Excluded, Local, Tree, extents_of, read_small, walk
+from .local import CHUNK, Excluded, Local, Tree, extents_of, open_file, read_small, walk
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
@@ -31,6 +31,7 @@ logger = logging.getLogger("rlsandbox")
 MAKE_PARENTS, EXCLUSIVE, MAKE_DIR, MAKE_LINK = 2, 4, 8, 16
 READ_LINK, READ_SPARSE = 1, 2
 PIECE = 4 * CHUNK
+MAX_READ = 2 << 30  # bytes
 AT_ONCE = 16  # small files in flight: a round trip each would dominate otherwise
 _T = TypeVar("_T")
 Path_ = str | PathLike[str]
@@ -71,8 +72,13 @@ async def read(sandbox: AsyncSandbox, path: Path_, user: str | None) -> bytes:
         if len(first) < PIECE:
             return bytes(first)
         parts, at, size = [bytes(first)], PIECE, reply.int(Tag.SIZE)
+        if size > MAX_READ:
+            # A file of holes costs an episode nothing and would cost the caller all its memory.
+            text = f"{full}: {size} bytes are more than read_file() takes into memory (download() does not)"
+            raise file_error(errno.EFBIG, full, message=text, sandbox=sandbox.id)
         while at < size:  # holes are not fetched
-            start, piece, size = await read_data(client, full, at, size, who)
+            start, piece, _ = await read_data(client, full, at, size, who)
+            start, piece = min(start, size), piece[: max(size - start, 0)]  # it may grow meanwhile, for ever
             parts += [bytes(start - at), piece]
             at = start + len(piece)
         return b"".join(parts)
@@ -147,7 +153,7 @@ async def upload(
     user: str | None,
     progress: Progress | None,
 ) -> None:
-    top = os.fspath(local)
+    top, excluded = os.fspath(local), Excluded(exclude)
     info = await asyncio.to_thread(os.stat, top)
     target = sandbox.path(remote)
     who = _who(sandbox, user)
@@ -157,7 +163,7 @@ async def upload(
         item = Local(top, "", "file", stat.S_IMODE(info.st_mode), info.st_size)
         await _put(sandbox, item, target, who, _Meter(progress, info.st_size))
         return
-    items = await asyncio.to_thread(walk, top, Excluded(exclude))
+    items = await asyncio.to_thread(walk, top, excluded)
     meter = _Meter(progress, sum(item.size for item in items))
     await _make_dir(sandbox, target, None, who)
     dirs = [(os.path.join(target, item.relative), item.mode) for item in items if item.kind == "dir"]
@@ -193,7 +199,7 @@ async def _put(sandbox: AsyncSandbox, item: Local, target: str, user: str | None
             await client.write(target, item.target, user=user, flags=MAKE_LINK | MAKE_PARENTS)
             return
         if item.size <= CHUNK:
-            data = await asyncio.to_thread(read_small, item.path)
+            data = await asyncio.to_thread(read_small, item.path, item.size)
             await client.write(target, data, mode=item.mode, user=user, flags=MAKE_PARENTS)
             meter.add(item.size)
             return
@@ -214,7 +220,7 @@ async def _put(sandbox: AsyncSandbox, item: Local, target: str, user: str | None
 
 
 async def _chunks(path: str, start: int, stop: int, meter: _Meter) -> AsyncIterator[bytes]:
-    fd = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = await asyncio.to_thread(open_file, path)
     try:
         at = start
         while at < stop:
@@ -241,12 +247,11 @@ async def download(
 ) -> None:
     source = sandbox.path(remote)
     who = _who(sandbox, user)
-    top = os.fspath(local)
+    top, excluded = os.fspath(local), Excluded(exclude)
     if not await _is_dir(sandbox.client, source, who):
         await _download_file(sandbox, source, top, who, progress)
         return
     found: list[tuple[str, FileInfo]] = []
-    excluded = Excluded(exclude)
     stack = [""]
     while stack:
         relative = stack.pop()
@@ -317,7 +322,7 @@ async def _get(
             await asyncio.to_thread(tree.make_link, name, bytes(target))
             return
         if info.size <= CHUNK:
-            data, _ = await client.collect(Op.READ, path=source, user=user)
+            data, _ = await client.collect(Op.READ, path=source, user=user, length=info.size or CHUNK)
             await asyncio.to_thread(tree.write, name, bytes(data), info.mode & 0o777)
             meter.add(len(data))
             return
@@ -325,7 +330,9 @@ async def _get(
         try:
             at, size = 0, info.size
             while at < size:
-                start, piece, size = await read_data(client, source, at, size, user)
+                start, piece, now = await read_data(client, source, at, size, user)
+                size = min(size, now)  # it may grow faster than it is read: its size is what it was
+                start, piece = min(start, size), piece[: max(size - start, 0)]
                 if piece:
                     await asyncio.to_thread(os.pwrite, fd, piece, start)
                 meter.add(start + len(piece) - at)

@@ -13,12 +13,15 @@ full, or without its workdir, or that breaks the grader half-way, is a failed gr
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import contextvars
 import errno
 import importlib
 import inspect
 import logging
 import math
 import posixpath
+import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -109,14 +112,15 @@ async def _put_back(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
             if isinstance(ended, BaseException):
                 raise ended
     names = tuple(info.name for info in foreign if not info.name.endswith("/__pycache__"))
-    if names:
+    loud = [name for name in names if "/__pycache__/" not in name]  # any Python run as root writes those
+    if loud:
         first = sandbox.task.id not in _told and len(_told) < 1000
         _told.add(sandbox.task.id)
         log.log(
             logging.WARNING if first else logging.INFO,
             "task %s: put back before grading, as it is no work: %s (if it is: Grader(work=[...]))",
             sandbox.task.id,
-            told(names),
+            told(loud),
         )
     return names
 
@@ -257,17 +261,66 @@ def _number(text: str | None) -> float | None:
 
 async def _called(sandbox: AsyncSandbox, grader: Grader, function: Any, result: CommandResult) -> Outcome:
     where: dict[str, Any] = {"sandbox": sandbox.id, "task": sandbox.task.id}
-    try:
-        # On a thread: it is somebody's code and may take its time.
-        value = await asyncio.to_thread(function, result, sandbox.task)
-        if inspect.isawaitable(value):
-            value = await value
-    except Exception as error:
+    value, error = await _foreign(function, result, sandbox.task)
+    if error is not None:
         raise GradeError(f"{grader.reward} raised {type(error).__name__}: {error}", **where) from error
-    if isinstance(value, (bool, int, float)):
-        number = float(value)
-        if math.isfinite(number):
-            return Outcome(reward=number, passed=number >= 1, result=result)
-    elif value is None:
+    if value is None:
         return Outcome(reward=None, passed=None, result=result)
-    raise GradeError(f"{grader.reward} gave {value!r}, which is no finite number", **where)
+    number = finite(value)
+    if number is None:
+        raise GradeError(f"{grader.reward} gave {value!r:.200}, which is no finite number", **where)
+    return Outcome(reward=number, passed=number >= 1, result=result)
+
+
+async def _foreign(function: Any, *args: Any) -> tuple[Any, BaseException | None]:
+    """What somebody's function gave, or raised: SystemExit, KeyboardInterrupt, CancelledError too.
+
+    On a thread of its own, which keeps neither the interpreter from exiting nor others from the loop's.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def settle(value: Any, error: BaseException | None) -> None:
+        if not answer.done():
+            answer.set_result((value, error))
+
+    def main() -> None:
+        try:
+            said: tuple[Any, BaseException | None] = (function(*args), None)
+        except BaseException as error:
+            said = (None, error)
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(settle, *said)
+
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(main,), name="rlsandbox-reward", daemon=True).start()
+    value, error = await answer
+    if error is not None or not inspect.isawaitable(value):
+        return value, error
+
+    async def guarded() -> tuple[Any, BaseException | None]:
+        # A task that ends with SystemExit or KeyboardInterrupt would end the loop.
+        try:
+            return await value, None
+        except BaseException as error:
+            return None, error
+
+    inner = asyncio.ensure_future(guarded())
+    try:
+        await asyncio.wait({inner})
+    finally:
+        inner.cancel()
+    return inner.result()
+
+
+def finite(value: Any) -> float | None:
+    """A finite number: also numpy's, and whatever holds just one and gives it (a tensor); else None."""
+    try:
+        item = getattr(value, "item", None)
+        number = item() if callable(item) else value
+        if isinstance(number, (str, bytes, bytearray)):
+            return None
+        number = float(number)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
+    return number if math.isfinite(number) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._portal import AwaitableCM
 from ..errors import LimitReachedError
@@ -62,7 +62,17 @@ class SandboxLimits:
     means: Mapping[str, str] = field(default_factory=dict)
 
 
-class AsyncSnapshot:
+class Live:
+    """Something that lives in a pool of this process: it cannot be pickled or copied, and says so."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} lives in the pool of this process and cannot be pickled or copied; "
+            "hand pool.ref to another process, and claim there from Pool.connect(ref)"
+        )
+
+
+class AsyncSnapshot(Live):
     """A sandbox's files at one moment, kept until deleted."""
 
     def __init__(self, host: Host, *, id: str, bytes: int, task: object = None, spec: object = None) -> None:

@@ -11,6 +11,8 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..errors import ConfigError
+
 logger = logging.getLogger("rlsandbox")
 
 CHUNK = 1 << 20
@@ -26,6 +28,9 @@ class Excluded:
     def __init__(self, patterns: Sequence[str]) -> None:
         if isinstance(patterns, str):
             patterns = (patterns,)
+        for pattern in patterns:
+            if not isinstance(pattern, str):
+                raise ConfigError(f"exclude must be a list of globs, not one with {pattern!r}")
         self._names = [p.rstrip("/") for p in patterns if "/" not in p.rstrip("/")]
         self._paths = [p.strip("/").removeprefix("./").split("/") for p in patterns if "/" in p.rstrip("/")]
 
@@ -83,15 +88,29 @@ def walk(top: str, excluded: Excluded) -> list[Local]:
     return found
 
 
-def read_small(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def open_file(path: str) -> int:
+    """A descriptor of a regular file; anything else would block (a fifo) or never end (a device).
+
+    Raises:
+        ConfigError: it is none, or no longer.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise ConfigError(f"{path} is neither a file nor a directory and cannot be uploaded")
+    return fd
+
+
+def read_small(path: str, size: int) -> bytes:
+    """The first *size* bytes: what it has grown by since is not part of it."""
+    with open(open_file(path), "rb") as file:
+        return file.read(size)
 
 
 def extents_of(path: str, size: int) -> list[tuple[int, int]]:
     """Where a file's data lies; holes below a chunk are not worth a request."""
     found: list[tuple[int, int]] = []
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_file(path)
     try:
         at = 0
         while at < size:

@@ -12,13 +12,14 @@ from ..keeper.channel import STDERR, STDIN, STDOUT, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S
 from ..results import CommandResult, Stream
 from .base import Deadline, late_facts
-from .command import Collector, content_bytes, stream_name
+from .command import Collector, content_bytes, seconds, stream_name
+from .host import Live
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
 
 
-class AsyncProcess:
+class AsyncProcess(Live):
     """A command that was started with ``popen``.
 
     Iterating gives ``(stream, bytes)`` as they come. What is not taken waits in the sandbox: a program that
@@ -98,6 +99,8 @@ class AsyncProcess:
         Raises:
             CommandTimeoutError: it still runs after *timeout* seconds (it is not killed).
         """
+        if timeout is not None and timeout != 0:
+            timeout = seconds(timeout)
         if self._result is None:
             try:
                 async with asyncio.timeout(timeout):

@@ -28,6 +28,7 @@ from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
 from .base import Deadline
 from .command import Collector, content_bytes, start_error, text_bytes
+from .host import Live
 
 if TYPE_CHECKING:
     from .core import AsyncSandbox
@@ -38,7 +39,7 @@ _BETWEEN = 64 << 10  # bytes kept of what background jobs print between two comm
 _ANSWER = 4096
 
 
-class AsyncSession:
+class AsyncSession(Live):
     """One shell; commands of concurrent callers run one after the other."""
 
     def __init__(self, sandbox: AsyncSandbox) -> None:

@@ -17,7 +17,7 @@ from ..task import Grader, Task
 from .base import OnOutput, Path_, State
 from .command import Cmd
 from .core import AsyncSandbox, Progress
-from .host import AsyncSnapshot, SandboxLimits
+from .host import AsyncSnapshot, Live, SandboxLimits
 from .process import AsyncProcess
 from .session import AsyncSession
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..hooks import Rollout
 
 
-class _CM:
+class _CM(Live):
     """Leaving the block calls ``_leave``."""
 
     def _leave(self) -> None:
@@ -120,7 +120,7 @@ class Session(_CM):
 
 
 @mirrors(AsyncSnapshot)
-class Snapshot:
+class Snapshot(Live):
     """A sandbox's files at one moment: see :class:`AsyncSnapshot`."""
 
     def __init__(self, snapshot: AsyncSnapshot, portal: Portal) -> None:

@@ -136,6 +136,8 @@ def pytest_section(path: str, data: bytes | None) -> Any:
             said: Any = tomllib.loads(text).get("tool", {})
         except tomllib.TOMLDecodeError:
             return None  # pytest cannot read it either
+        except (ValueError, RecursionError):
+            return text  # too large or deep for us: what a Python in the sandbox makes of it nobody knows
         return said.get("pytest") if isinstance(said, dict) else None
     parser = configparser.RawConfigParser(strict=False)
     with contextlib.suppress(configparser.Error):

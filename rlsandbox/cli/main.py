@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib
 import importlib.util
 import io
@@ -52,8 +54,17 @@ class Commands(click.Group):
             formatter.write_dl([(name, cli.COMMANDS[name][1]) for name in self.list_commands(ctx)])
 
 
+def _version() -> str:
+    import importlib.metadata
+
+    try:
+        return importlib.metadata.version("rlsandbox-pool")
+    except importlib.metadata.PackageNotFoundError:
+        return "of a source tree, not installed"
+
+
 @click.command(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="rlsandbox-pool", prog_name="rlsandbox")
+@click.version_option(_version(), prog_name="rlsandbox")
 @click.option("--debug", is_flag=True, help="Tracebacks with errors, and log lines of every kind.")
 @click.option("-v", "--verbose", is_flag=True, help="Log lines of what is being done.")
 @click.pass_context
@@ -130,6 +141,7 @@ def _run(arguments: list[str], logs: _Logs) -> int:
     # A character that the locale cannot show, or a name that is no text, must not cost the answer.
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
+    _open_standard()
     try:
         result = group.main(args=arguments, prog_name="rlsandbox", standalone_mode=False, obj=logs)
         sys.stdout.flush()
@@ -155,11 +167,31 @@ def _run(arguments: list[str], logs: _Logs) -> int:
         # The reader of our output (head, a pager) has gone: nothing is wrong, and nothing more can be said.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EBADF) or error.filename:
+            return _internal(error, arguments)
+        # The table or the objects: where the ledger is meant, it has said so itself.
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _tell(error, f"the output cannot be written: {error.strerror}", 1, [])
     except Exception as error:
-        said = (
-            f"internal error: {type(error).__name__}: {error} (a bug; --debug before the command shows where)"
-        )
-        return _tell(error, said, 1, arguments)
+        return _internal(error, arguments)
+
+
+def _open_standard() -> None:
+    """Descriptors 0, 1 and 2 that whoever started us has closed lead nowhere: not into a file opened next."""
+    for fd, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(fd, "r" if fd == 0 else "w", closefd=False))  # noqa: SIM115
+
+
+def _internal(error: Exception, arguments: list[str]) -> int:
+    said = f"internal error: {type(error).__name__}: {error} (a bug; --debug before the command shows where)"
+    return _tell(error, said, 1, arguments)
 
 
 def bad_input(error: SandboxError) -> bool:

@@ -97,7 +97,7 @@ def _parsed(settings: tuple[str, ...]) -> dict[str, Any]:
         name, equals, text = setting.partition("=")
         try:
             value = tomllib.loads(f"x = {text}")["x"]
-        except tomllib.TOMLDecodeError:
+        except (ValueError, RecursionError):
             value = None
         if not equals or isinstance(value, bool) or not isinstance(value, (int, float, list)):
             raise ConfigError(f"--set {setting!r} must be NAME=NUMBER")

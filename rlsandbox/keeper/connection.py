@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
 
     async def aclose(self) -> None:
         """Close the stream. What still waits gets SandboxDiedError."""
-        self._end("its stream was closed by this side", closing=True)
+        self._end("the pool was closed, or has given the sandbox up", closing=True)
         if self._pump is not None:
             self._pump.cancel()
             await asyncio.gather(self._pump, return_exceptions=True)
@@ -270,9 +270,10 @@ class Connection(asyncio.Protocol):
         if self.lost.done():
             return
         kind = "closed" if closing else kind
+        # What this side ended would end again: the pool is closed, or the sandbox given up.
         self._make_lost = lambda: SandboxDiedError(
             f"the sandbox's keeper is gone: {why}",
-            kind=kind, hint=hint, sandbox=self.sandbox, task=self.task,
+            kind=kind, hint=hint, sandbox=self.sandbox, task=self.task, retryable=not closing,
         )  # fmt: skip
         self.lost.set_result(self._make_lost())
         if not self._hello.done():

@@ -33,17 +33,26 @@ def failure_of(
     phase: str,
     rollout: Rollout | None = None,
     manager: pluggy.PluginManager | None = None,
+    *,
+    builtin: bool = False,
 ) -> Failure:
-    """What *error* means for the rollout it happened to. Never raises."""
+    """What *error* means for the rollout it happened to. Never raises.
+
+    Args:
+        builtin: ask no plugin but the built-in classifier, which also judges where another one is broken.
+    """
     found: Failure | None = None
-    if manager is not None:
+    if manager is not None and not builtin:
         try:
             found = manager.hook.rlsandbox_classify_failure(error=error, phase=phase, rollout=rollout)
-        except Exception:
+        except BaseException:  # SystemExit and the like too: it is not this plugin's to end the batch
             log.warning("a plugin's rlsandbox_classify_failure raised; judged without it", exc_info=True)
         if found is not None and not isinstance(found, Failure):
             log.warning("a plugin's rlsandbox_classify_failure gave %s, not a Failure", type(found).__name__)
             found = None
+    if found is None and manager is not None:
+        own = getattr(manager.get_plugin("classify"), "rlsandbox_classify_failure", None)
+        found = own(error, phase) if own is not None else None
     if found is None:
         found = plain_failure(error, phase)
     return replace(
@@ -80,14 +89,14 @@ def type_name(error: BaseException) -> str:
 def message_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception as broken:
+    except BaseException as broken:
         return f"<its __str__ raised {type(broken).__name__}>"
 
 
 def printed(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
-    except Exception as broken:
+    except BaseException as broken:
         return f"{type_name(error)}: {message_of(error)} (no traceback: {type(broken).__name__})"
 
 

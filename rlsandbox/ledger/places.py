@@ -48,8 +48,14 @@ def ledger_file(run: str, ledger: str | os.PathLike[str] | None = None) -> Path:
         from .._paths import home
 
         return home() / f"{run}.db"
-    path = Path(ledger).expanduser().absolute()
-    return path if path.suffix in SUFFIXES and not path.is_dir() else path / f"{run}.db"
+    try:
+        path = Path(ledger).expanduser().absolute()
+        named = path.suffix in SUFFIXES and not path.is_dir()
+        os.fsencode(path)
+    except (OSError, RuntimeError, ValueError, TypeError) as error:
+        said = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"ledger: {str(ledger)!r:.100} is no place for a file: {said}") from None
+    return path if named else path / f"{run}.db"
 
 
 def sibling(first: Path, number: int) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from .._sandbox.host import Live
 from ..errors import ClaimTimeoutError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class Need:
     """Its time to first command runs from then."""
 
 
-class AsyncClaim(Need):
+class AsyncClaim(Live, Need):
     """A claim under way. Whoever drops it must :meth:`cancel` it."""
 
     def __init__(self, pool: Claiming, task: Task | AsyncSnapshot) -> None:

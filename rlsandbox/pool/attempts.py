@@ -26,7 +26,7 @@ from ..errors import (
 )
 from ..hooks import Rollout
 from ..ledger import Attempt, Entry, failure_of
-from ..ledger.failures import cause_of, jsonable, plain_failure, printed
+from ..ledger.failures import cause_of, jsonable, printed
 from ..results import Failure, Outcome
 from ..task import Task
 from .policy import AsyncRollout, Call, Ended, SyncSide, in_thread, real_interrupt
@@ -76,7 +76,7 @@ async def judge(
         return await in_thread(lambda: failure_of(error, phase, about, manager), CLASSIFY_HOOK_S)
     except TimeoutError:
         log.warning("a plugin's rlsandbox_classify_failure hangs; judged without it: %s", printed(error))
-        return plain_failure(error, phase)
+        return failure_of(error, phase, about, manager, builtin=True)
 
 
 class Chain:
@@ -120,7 +120,7 @@ class Chain:
                     return
                 await self._pause(attempt.n)
                 self.pool.expect([self.task])
-        except (asyncio.CancelledError, Stopped, GeneratorExit):
+        except (asyncio.CancelledError, Stopped):
             raise
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt) and real_interrupt():

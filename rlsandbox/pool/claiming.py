@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from .._portal import AwaitableCM
+from .._sandbox.command import LONGEST_S
 from ..errors import ConfigError
 from ..hooks import Rollout
 from ..metrics import Metrics, TtfcSample
@@ -149,7 +151,7 @@ class Claiming:
         loop = asyncio.get_running_loop()
         deadline = None if timeout is None else loop.time() + _seconds(timeout)
         driver = self._driver
-        if driver is None:
+        if driver is None or not driver.is_here():
             async with asyncio.timeout_at(deadline):
                 driver = await self.start()
         batch = None if rollout is None else rollout.run
@@ -267,10 +269,10 @@ async def _release(sandbox: AsyncSandbox) -> None:
 def _seconds(timeout: float) -> float:
     bad = (
         isinstance(timeout, bool)
-        or not isinstance(timeout, (int, float))
+        or not isinstance(timeout, numbers.Real)
         or math.isnan(timeout)
         or timeout < 0
     )
     if bad:
         raise ConfigError(f"timeout must be a number of seconds, not {timeout!r}")
-    return timeout
+    return float(min(timeout, LONGEST_S))

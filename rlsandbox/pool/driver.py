@@ -447,6 +447,10 @@ class Driver(Watching):
             if isinstance(error, Exception):
                 log.warning("layer %s could not be dropped: %s", layer, error)
 
+    def is_here(self) -> bool:
+        """Whether this is the event loop that it runs on."""
+        return asyncio.get_running_loop() is self._loop
+
     def start(self) -> None:
         """Begin to fill the pool."""
         self.tell(self.core.tick)

@@ -85,9 +85,16 @@ class Lender:
 
     async def hand_over(self, lease: Lease, held: Held) -> AsyncSandbox:
         """A sandbox with credentials in it, for pools with a plugin that issues some."""
-        lease.credentials = credentials = await self._issue(lease)
+        credentials = await self._issue(lease)
         if credentials is None:
             return self.sandbox(lease, held)
+        if not isinstance(credentials, Credentials):
+            raise SandboxError(
+                f"a plugin's rlsandbox_issue_credentials gave a {type(credentials).__name__}, "
+                "not rlsandbox.hooks.Credentials",
+                kind="credentials", phase="claim", task=lease.task.id,
+            )  # fmt: skip
+        lease.credentials = credentials
         lease.secret = redact.register(credentials.env, credentials.files)
         held.credentials = [*held.credentials[1 - _PAST_CREDENTIALS :], credentials]
         sandbox = self.sandbox(lease, held, credentials.env)
@@ -124,11 +131,11 @@ class Lender:
             base_env={**self._pool.backend.environment(held.spec), **env},
         )  # fmt: skip
 
-    async def _issue(self, lease: Lease) -> Credentials | None:
+    async def _issue(self, lease: Lease) -> Any:
         pool = self._pool
         rollout = lease.rollout or Rollout(pool.run, lease.task, 0, "", 1)
         try:
-            issued: Credentials | None = await in_thread(
+            return await in_thread(
                 lambda: pool.plugins.hook.rlsandbox_issue_credentials(rollout=rollout), CREDENTIALS_S
             )
         except Exception as error:
@@ -139,10 +146,9 @@ class Lender:
                 f"no credentials were issued: {said}",
                 kind="credentials",
                 phase="claim",
-                retryable=True,
+                retryable=not isinstance(error, ConfigError),
                 task=lease.task.id,
             ) from error
-        return issued
 
     async def revoke(self, lease: Lease) -> None:
         """Take an episode's credentials back; a failure is on record and stops nothing."""

@@ -91,8 +91,8 @@ class AsyncPool(Claiming):
     ) -> None:
         given = {
             "backend": backend, "size": size, "max_size": max_size, "spec": spec, "when_empty": when_empty,
-            "max_creating": max_creating, "write_rate": write_rate, "run": run, "block": tuple(block),
-            "ledger": None if ledger is None else os.fspath(ledger),
+            "max_creating": max_creating, "write_rate": write_rate, "run": run, "ledger": ledger,
+            "block": block if isinstance(block, str) else tuple(block),
         }  # fmt: skip
         self.config = load_config(config, profile, given)
         choice = self.config.backend
@@ -205,6 +205,12 @@ class AsyncPool(Claiming):
             UnsupportedError: the backend cannot work here.
         """
         self._check()
+        if self._driver is not None and not self._driver.is_here():
+            raise PoolClosedError(
+                "this pool runs on another event loop than this one, or on one that has ended",
+                kind="other_loop",
+                hint="make one AsyncPool in each asyncio.run(), or a Pool, which threads and loops may share",
+            )
         if self._starting is None:
             self._starting = asyncio.Lock()
         async with self._starting:
@@ -406,6 +412,12 @@ class AsyncPool(Claiming):
         """:meth:`close` but for the ledger."""
         from .rollouts import stop_batches
 
+        if self._driver is not None and not self._driver.is_here():
+            self.closed = True  # nothing can be awaited that belongs to another loop
+            log.warning("the event loop of pool %s has ended before it; its sandboxes end with it", self.run)
+            for exporter in self._exporters:
+                exporter.close()
+            return
         await stop_batches(self)
         self.closed = True
         if self._owner is not None:

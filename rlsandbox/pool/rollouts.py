@@ -17,12 +17,14 @@ import asyncio
 import contextlib
 import inspect
 import logging
+import numbers
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .._sandbox.command import seconds
 from ..errors import ConfigError, PoolClosedError
 from ..ledger import Entry, Ledger, RolloutLog
 from ..metrics.batch import BatchClock
@@ -79,6 +81,8 @@ class Plan:
             raise ConfigError(
                 f"tasks must be Task objects, not {tasks!r}", hint="rlsandbox.load_tasks() reads them"
             )
+        if not isinstance(tasks, Iterable):
+            raise ConfigError(f"tasks must be a list of tasks, not {type(tasks).__name__}")
         plan = Plan(tuple(tasks), policy, **options)
         known: dict[str, Task] = {}
         for task in plan.tasks:
@@ -97,11 +101,15 @@ class Plan:
             value = getattr(plan, name)
             if value is None and name == "concurrency":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
-        if plan.timeout is not None and not plan.timeout > 0:
-            raise ConfigError(f"timeout must be a number of seconds above 0, not {plan.timeout!r}")
-        return plan
+        return replace(
+            plan,
+            group_size=int(plan.group_size),
+            retries=int(plan.retries),
+            concurrency=None if plan.concurrency is None else int(plan.concurrency),
+            timeout=seconds(plan.timeout),
+        )
 
 
 class Batch:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from .._mirror import mirrors
 from .._portal import Portal
+from .._sandbox.host import Live
 from ..results import Record
 from ..task import Task
 from .ahead import AsyncClaim
@@ -235,7 +236,7 @@ class Pool:
 
 
 @mirrors(AsyncClaim)
-class Claim:
+class Claim(Live):
     """See :class:`AsyncClaim`."""
 
     def __init__(self, pool: Pool, claim: AsyncClaim) -> None:

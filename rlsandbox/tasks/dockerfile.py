@@ -188,7 +188,7 @@ def _split(text: str, where: str) -> list[str]:
 def _words(text: str, where: str) -> list[str]:
     try:
         words = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         words = None
     if not isinstance(words, list) or not words or not all(isinstance(word, str) for word in words):
         raise ConfigError(f"{where}: {text!r} is no list of strings")

@@ -28,6 +28,8 @@ def parse_line(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not valid JSON at column {error.colno}: {error.msg}") from None
     except RecursionError:
         raise ConfigError(f"{where}: not valid JSON: nested too deep") from None
+    except ValueError:
+        raise ConfigError(f"{where}: a number has more digits than Python reads") from None
     except _Refused as error:
         raise ConfigError(f"{where}: {error}") from None
 

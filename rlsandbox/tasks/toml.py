@@ -26,8 +26,8 @@ def read_directory(path: Path, *, name: str | None = None) -> Iterator[Loaded]:
 
 def _read(path: Path, *, origin: str) -> Loaded:
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:  # numbers too long, nested too deep
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None

@@ -167,12 +167,26 @@ class Commands(Fixtures):
             lambda: sandbox.write_file("/tmp/x", 5),  # type: ignore[arg-type]
             lambda: sandbox.write_file("/tmp/x", "y", mode="rw"),  # type: ignore[arg-type]
             lambda: sandbox.grade("true"),  # type: ignore[arg-type]
+            lambda: sandbox.run("echo \ud800"),  # half a character, as a model's JSON may hold it
+            lambda: sandbox.run(["echo", "\ud800"]),
+            lambda: sandbox.run("true", env={"A": "\ud800"}),
+            lambda: sandbox.run("cat", stdin="\ud800"),
+            lambda: sandbox.write_file("/tmp/x", "\ud800"),
+            lambda: sandbox.read_file("/tmp/\ud800"),
+            lambda: sandbox.read_file(5),  # type: ignore[arg-type]
+            lambda: sandbox.run("true", cwd=b"/"),  # type: ignore[arg-type]
+            lambda: sandbox.upload("/etc/hostname", "/tmp/x", exclude=[5]),  # type: ignore[list-item]
         ]
         for call in wrong:
             with pytest.raises(errors.ConfigError):
                 call()
         assert inner(sandbox).processes == 0, "nothing was begun and left waiting"
         assert sandbox.list_dir("/tmp") == []
+
+    def test_no_number_is_too_large(self, sandbox: Sandbox) -> None:
+        for timeout in (1e10, 1e308, 10**30, float("inf")):
+            assert sandbox.run("echo hi", timeout=timeout).stdout == "hi\n"
+        assert sandbox.run("echo hi", output_limit=10**30).stdout == "hi\n"
 
     # -- what it is given ---------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import time
@@ -305,6 +306,19 @@ class Files(Fixtures):
         assert set(found) - set(expected) <= {"/tmp", "/etc", "/etc/hostname"}
         assert {c.name for c in sandbox.changes("/etc")} >= {"/etc/passwd"}
         assert not any(c.name.startswith("/tmp") for c in sandbox.changes("/etc"))
+
+    def test_files_only_files_go_in(self, sandbox: Sandbox, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        for path in (tmp_path / "fifo", Path("/dev/zero")):  # one would wait for ever, one never end
+            with pytest.raises(errors.ConfigError, match="neither a file nor a directory"):
+                sandbox.upload(path, "/tmp/in")
+        assert sandbox.list_dir("/tmp") == []
+
+    def test_files_of_holes_do_not_eat_the_caller(self, sandbox: Sandbox) -> None:
+        assert sandbox.run("dd of=/tmp/big bs=1048576 seek=3145728 count=0").ok
+        with pytest.raises(OSError, match="more than read_file") as caught:
+            sandbox.read_file("/tmp/big")
+        assert caught.value.errno == errno.EFBIG
 
 
 def _tree(top: Path) -> dict[str, tuple[int, object]]:

@@ -157,3 +157,15 @@ def test_a_snapshot_and_its_forks_hold_none_and_the_holder_keeps_its_own(tmp_pat
         assert sandbox.read_text("/tmp/work") == "work\n"
         sandbox.release()
         assert issuer.revoked == ["lease-1", "lease-0"]
+
+
+async def test_a_plugin_that_issues_something_else_is_named(tmp_path: Path) -> None:
+    class Wrong:
+        @hookimpl
+        def rlsandbox_issue_credentials(self, rollout: Rollout) -> Any:
+            return {"TOKEN": "x"}
+
+    async with rls.AsyncPool(size=1, ledger=tmp_path, plugins=[Wrong()]) as pool:
+        with pytest.raises(rls.errors.SandboxError, match=r"gave a dict, not rlsandbox\.hooks") as caught:
+            await pool.claim(TASK)
+        assert (caught.value.kind, caught.value.retryable) == ("credentials", False)

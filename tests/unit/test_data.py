@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rlsandbox import Grader, Limits, Spec, Task, _settings, load_tasks
+from rlsandbox import Credentials, Grader, Limits, Spec, Task, _settings, load_tasks
 from rlsandbox.errors import ConfigError
 from rlsandbox.spec import SPEC_FIELDS, parse_size
 
@@ -76,6 +76,20 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (Grader, {"command": "a", "reward": "maybe"}, "Grader.reward must be 'exit_code'"),
     (Grader, {"command": "a", "reward": None}, "Grader.reward must be text"),
     (Grader, {"command": "a", "files": {"../x": ""}}, "must not contain '..'"),
+    (Grader, {"command": "a\0"}, "must be UTF-8 text without NUL"),
+    (Grader, {"command": ["a", "\ud800"]}, "must be UTF-8 text without NUL"),
+    (Grader, {"command": "a", "fresh": "no"}, "Grader.fresh must be True or False"),
+    (Spec, {"env": {"A": "\ud800"}}, "must be strings in UTF-8"),
+    (Spec, {"memory": "9" * 5000}, "Spec.memory is more than any machine has"),
+    (Task, {"id": "\ud800"}, "Task.id must be text that UTF-8 can say"),
+    (Task, {"id": "t", "prompt": 5}, "Task.prompt must be text, not int"),
+    (Task, {"id": "t", "setup": "echo \ud800"}, "Task.setup must be text that UTF-8 can say"),
+    (Credentials, {"id": ""}, "Credentials.id must be text"),
+    (Credentials, {"id": "c", "env": None}, "Credentials.env must be a mapping"),
+    (Credentials, {"id": "c", "env": {"A": 5}}, "Credentials.env: 'A' must be a name"),
+    (Credentials, {"id": "c", "env": {"A=": "x"}}, "Credentials.env: 'A=' must be a name"),
+    (Credentials, {"id": "c", "env": {"A": "\ud800"}}, "its value UTF-8 text"),
+    (Credentials, {"id": "c", "files": {"/a": 5}}, "its value bytes"),
     (Task, {"id": ""}, "Task.id must be a string"),
     (Task, {"id": 3}, "Task.id must be a string"),
     (Task, {"id": "t", "workdir": "here"}, "Task.workdir must be an absolute path"),
@@ -202,3 +216,7 @@ def test_what_is_no_plugin_is_refused() -> None:
 def test_tasks_come_from_a_name_or_a_path() -> None:
     with pytest.raises(ConfigError, match="takes a name or a path, not int"):
         load_tasks(3)  # type: ignore[arg-type]
+
+
+def test_files_of_credentials_may_be_text() -> None:
+    assert Credentials(id="c", files={"/k": "é"}).files == {"/k": "é".encode()}

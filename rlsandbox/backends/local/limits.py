@@ -15,6 +15,9 @@ PIDS = 1024
 NOFILE = 65536
 # An idle sandbox costs about this much, all told: no number of them beyond the machine's memory makes sense.
 IDLE = 1 * MIB
+LEAST = 1 * MIB
+MOST_PIDS = 1 << 21  # the kernel has four million at most, and refuses a limit above that
+MOST_CPU = 65536
 # A file on a tmpfs takes an inode of about this size even when it is empty.
 INODE = 1024
 
@@ -42,19 +45,24 @@ class Allowed:
 
 
 def of(spec: Spec) -> Allowed:
-    """The limits of *spec*; what it leaves open is chosen so that a sandbox cannot take the trainer's memory.
+    """The limits of *spec*, or ConfigError where nothing could live with them.
 
+    What it leaves open is chosen so that a sandbox cannot take the trainer's memory.
     The upper layer lies on a tmpfs, which counts as memory: it is smaller than the memory limit, so that
     a full disk is "no space left" and not the end of a process.
     """
+    if spec.memory_bytes is not None and spec.memory_bytes < LEAST:
+        raise ConfigError(
+            f"Spec.memory={spec.memory!r}: a sandbox needs {LEAST // MIB} MiB at least, with nothing in it"
+        )
     memory = spec.memory_bytes if spec.memory_bytes is not None else min(2048 * MIB, machine_memory() // 2)
     disk = spec.disk_bytes if spec.disk_bytes is not None else memory // 2
     return Allowed(
         memory=memory,
         disk=disk,
         inodes=max(disk // INODE // 4, 4096),
-        cpu_milli=round(spec.cpu * 1000) if spec.cpu is not None else None,
-        pids=spec.pids if spec.pids is not None else PIDS,
+        cpu_milli=max(1, round(min(spec.cpu, MOST_CPU) * 1000)) if spec.cpu is not None else None,
+        pids=min(spec.pids, MOST_PIDS) if spec.pids is not None else PIDS,
         nofile=NOFILE,
     )
 
@@ -73,6 +81,7 @@ def check_size(size: int, spec: Spec) -> None:
     Raises:
         ConfigError: it says how much there is and what would fit.
     """
+    of(spec)
     each = spec.memory_bytes if spec.memory_bytes is not None else IDLE
     have = machine_memory()
     if have and size * each > have:

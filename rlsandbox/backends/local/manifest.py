@@ -170,14 +170,14 @@ def _json(store: Store, name: str, shown: str) -> Any:
     data = _bytes(store, name, shown)
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"{shown}: {name} is no JSON: {error}") from error
 
 
 def _parse(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"{what} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise ImageError(f"{what} is no JSON object")

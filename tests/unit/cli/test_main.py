@@ -218,3 +218,21 @@ def test_ctrl_c_is_130(tmp_path: Path) -> None:
     assert child.returncode == 130, err
     assert "Traceback" not in err
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize(
+    ("where", "status", "said"),
+    [
+        (">&-", 0, ""),
+        ("<&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "rlsandbox: the output cannot be written: No space left on device\n"),
+    ],
+)
+def test_closed_and_full_outputs(where: str, status: int, said: str) -> None:
+    script = f'exec "$0" -m rlsandbox config show {where}'
+    done = subprocess.run(
+        ["sh", "-c", script, sys.executable], stderr=subprocess.PIPE, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr.decode()) == (status, said)

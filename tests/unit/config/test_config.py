@@ -201,6 +201,8 @@ def test_variables_have_the_types_of_their_keys(places: Places) -> None:
         ("[metrics]\nprometheus_port = 70000\n", "from 1 to 65535"),
         ("pool = 3\n", "pool must be a table"),
         ("[pool\n", "not valid TOML"),
+        ("x = " + "[" * 5000 + "]" * 5000, "not valid TOML"),
+        ("[pool]\nsize = " + "9" * 5000, "not valid TOML"),
         ("[pool]\nsize = 4\nmax_size = 2\n", r"max_size \(2, rlsandbox.toml\) must not be below"),
     ],
 )
@@ -264,3 +266,30 @@ def test_a_backend_object_is_taken_as_it_is(places: Places) -> None:
     choice = places.load(None, None, {"backend": mine}).backend
     assert choice.instance is mine
     assert (choice.name, dict(choice.options)) == ("mine", {})
+
+
+def test_a_file_with_a_byte_order_mark(places: Places) -> None:
+    places.project.write_bytes(b"\xef\xbb\xbf[pool]\r\nsize = 4\r\n")
+    assert places.load().pool.size == 4
+
+
+def test_a_home_that_nobody_may_look_into_holds_no_settings(
+    places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sudo without -H: HOME is another user's."""
+    real = Path.is_file
+
+    def is_file(path: Path) -> bool:
+        if path == places.user:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    assert places.load().pool.size is None
+
+
+def test_nothing_is_no_value(places: Places) -> None:
+    for wrong in ({"size": []}, {"max_size": ()}, {"backend": ""}, {"block": "git"}, {"ledger": 5}):
+        with pytest.raises(ConfigError):
+            places.load(None, None, wrong)
+    assert places.load(None, None, {"block": ()}).pool.block == ()

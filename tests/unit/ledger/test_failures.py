@@ -111,18 +111,35 @@ def test_the_hint_is_part_of_the_cause() -> None:
     assert cause_of(error) == "it broke [sandbox s1] (do this)"
 
 
-@pytest.mark.parametrize("answer", [RuntimeError("broken"), "not a failure", 3])
+@pytest.mark.parametrize(
+    "answer", [RuntimeError("broken"), SystemExit(3), GeneratorExit(), "not a failure", 3]
+)
 def test_a_plugin_that_answers_nonsense_is_passed_over(answer: Any, caplog: pytest.LogCaptureFixture) -> None:
     class Bad:
         @hookimpl
         def rlsandbox_classify_failure(self, error: BaseException) -> Any:
-            if isinstance(answer, Exception):
+            if isinstance(answer, BaseException):
                 raise answer
             return answer
 
     manager = plugin_manager([Bad()], entry_points=False)
-    assert failure_of(ValueError("x"), "policy", None, manager).kind == "policy_error"
+    assert failure_of(SystemExit(1), "policy", None, manager).kind == "system_exit"
     assert "rlsandbox_classify_failure" in caplog.text
+    wrapped = caught(ValueError("it broke"), SandboxDiedError("gone"))  # as the built-in one judges it
+    assert failure_of(wrapped, "policy", None, manager).infrastructure
+    assert failure_of(wrapped, "policy", None, manager, builtin=True).kind == "sandbox_died"
+
+
+def test_an_error_that_cannot_be_told_is_told_all_the_same() -> None:
+    class Silent(Exception):
+        def __str__(self) -> str:
+            raise SystemExit(3)
+
+    failure = failure_of(Silent(), "policy", None, BUILT_IN)
+    assert (failure.kind, failure.cause) == (
+        "policy_error",
+        "Silent: <its __str__ raised SystemExit>",
+    )
 
 
 def test_a_plugin_comes_before_the_built_in_and_keeps_the_original() -> None:

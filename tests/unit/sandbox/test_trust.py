@@ -119,3 +119,9 @@ def test_sections(name: str, text: str, said: Any) -> None:
 def test_a_line_names_some_and_counts_the_rest() -> None:
     assert told(["a", "b"]) == "a, b"
     assert told(list("abcdefg")) == "a, b, c, d, e and 2 more"
+
+
+def test_what_is_too_deep_for_us_counts_as_configuration() -> None:
+    """It may not be too deep for the pytest in the sandbox."""
+    for text in ("x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000):
+        assert pytest_section("/w/pyproject.toml", text.encode()) == text

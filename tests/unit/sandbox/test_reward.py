@@ -1,0 +1,76 @@
+"""What a reward function may give, and what becomes of whatever it raises."""
+
+from __future__ import annotations
+
+import asyncio
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlsandbox._sandbox.grading import _foreign, finite
+
+
+class Tensor:
+    """As torch has them: ``item`` gives the one number, or raises."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = values
+
+    def item(self) -> float:
+        if len(self.values) != 1:
+            raise RuntimeError("a Tensor with 2 elements cannot be converted to Scalar")
+        return self.values[0]
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        *((np.float32(0.5), 0.5), (np.float16(0.5), 0.5), (np.int64(1), 1.0), (np.bool_(True), 1.0)),
+        *((np.array(0.5), 0.5), (np.array([0.5]), 0.5), (Tensor(0.5), 0.5), (Fraction(1, 2), 0.5)),
+        *((True, 1.0), (3, 3.0), (-0.5, -0.5)),
+        *((np.zeros(2), None), (Tensor(1.0, 2.0), None), (10**400, None), (1j, None), ("1", None)),
+        *((b"1", None), ([1], None), (np.float32("nan"), None), (float("inf"), None), (object(), None)),
+        (np.array("1"), None),
+    ],
+    ids=repr,
+)
+def test_numbers(value: Any, number: float | None) -> None:
+    assert finite(value) == number
+
+
+ERRORS = [ValueError("x"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("kind", ["plain", "async"])
+async def test_whatever_it_raises_is_an_answer(error: BaseException, kind: str) -> None:
+    def plain() -> float:
+        raise error
+
+    async def coroutine() -> float:
+        raise error
+
+    value, raised = await _foreign(plain if kind == "plain" else coroutine)
+    assert value is None
+    assert type(raised) is type(error)
+
+
+async def test_its_own_cancellation_is_not_swallowed() -> None:
+    began, ended = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> float:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return 1.0
+
+    task = asyncio.create_task(_foreign(slow))
+    await began.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.wait_for(ended.wait(), 5)
