@@ -13,14 +13,17 @@ from .base import Backend, Capabilities, Member
 if TYPE_CHECKING:
     from ..keeper.build import keeper_binary
     from .local import Local
+    from .several import Clusters, Part
 
 _LAZY = {
+    "Clusters": ".several",
     "Local": ".local",
+    "Part": ".several",
     "Simulated": ".simulated",
     "keeper_binary": "..keeper.build",
 }
 
-__all__ = ["Backend", "Capabilities", "Local", "Member", "keeper_binary"]
+__all__ = ["Backend", "Capabilities", "Clusters", "Local", "Member", "Part", "keeper_binary"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ BUILTIN = {
     "local": "rlsandbox.backends.local:Local",
     "kubernetes": "rlsandbox.backends.kubernetes:Kubernetes",
     "simulated": "rlsandbox.backends.simulated:Simulated",
+    "clusters": "rlsandbox.backends.several:Clusters",
 }
 
 
