@@ -8,17 +8,21 @@ the stream ends, the sandbox is lost.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any
 
 from ..results import FileInfo
 from .channel import CommandChannel, Exit
-from .connection import CANCEL_GRACE_S, Connection, KeeperFailure, Welcome, facts_of
+from .connection import CANCEL_GRACE_S, Connection, KeeperFailure, Welcome, _ignore, facts_of
 from .frames import Entry, decode_entries, encode_fields
 from .wire import Op, Tag
 
 _KINDS: dict[str, Any] = {"f": "file", "d": "dir", "l": "symlink", "o": "other", "x": "deleted"}
 _NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EINVAL: no regular file there
+
+
+Look = Callable[[], Awaitable[list[tuple[str, str]]]]
+"""Waits for the answer of an INSPECT that is under way."""
 
 
 class Changes(list[FileInfo]):
@@ -41,11 +45,24 @@ class KeeperClient(Connection):
         reply = await self.call(Op.RESET, layer=layer, flags=flags)
         return {k: int(v) for k, v in facts_of(reply).items() if v.isdigit()}
 
+    async def reset_and_look(self, layer: str = "") -> Look:
+        """:meth:`reset`, with an :meth:`inspect` asked for in the same breath: no way to and fro lies between
+        the two. Gives what waits for the second answer."""
+        reset = self.request(encode_fields({"op": Op.RESET, "layer": layer, "flags": 0}), sink=_ignore)
+        data = bytearray()
+        look = self.request(encode_fields({"op": Op.INSPECT}), sink=lambda _, piece, __: data.extend(piece))
+        await self.finish(reset)
+
+        async def looked() -> list[tuple[str, str]]:
+            await self.finish(look)
+            return _facts(data)
+
+        return looked
+
     async def inspect(self) -> list[tuple[str, str]]:
         """Facts about the episode from outside it, as (kind, text)."""
         data, _ = await self.collect(Op.INSPECT)
-        lines = data.decode("ascii", "backslashreplace").splitlines()
-        return [(kind, text) for kind, _, text in (line.partition("\t") for line in lines) if kind]
+        return _facts(data)
 
     async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes:
         """What differs under *path* from the layers below; deletions have kind ``deleted``."""
@@ -159,6 +176,11 @@ class KeeperClient(Connection):
     async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
         data, _ = await self.collect(Op.STAT, path=path, user=user)
         return next(file_info(e) for e in decode_entries([bytes(data)]))
+
+
+def _facts(data: bytearray) -> list[tuple[str, str]]:
+    lines = data.decode("ascii", "backslashreplace").splitlines()
+    return [(kind, text) for kind, _, text in (line.partition("\t") for line in lines) if kind]
 
 
 def file_info(entry: Entry) -> FileInfo:

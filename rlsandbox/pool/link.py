@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import PrimeError, SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
-from ..keeper.client import KeeperClient, KeeperFailure
+from ..keeper.client import KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, take_baseline
 from ..reset.runner import run_reset, run_verify
 from ..results import CommandResult
@@ -87,6 +87,8 @@ class KeeperLink:
         self._given: set[str] = set()
         self._stale: set[str] = set()
         """Layers that the keeper may still have though the pool has dropped them."""
+        self._look: Look | None = None
+        """What the reset that was has asked the keeper on the verification's behalf."""
         self._away = False
         self._tell_lost: Callable[[BaseException], object] | None = None
         self.source: Callable[[str], KeeperLink | None] | None = None
@@ -213,7 +215,7 @@ class KeeperLink:
                     kind="layer", phase="reset", retryable=True, sandbox=self._member.id,
                 )  # fmt: skip
             self._given.add(layer)
-        await run_reset(
+        self._look = await run_reset(
             self.client, self._plugins, task=task, layer=layer or "", baseline=self._baseline,
             deadline_s=RESET_S, credentials=credentials, trusted=lambda argv: self._trusted(task, argv),
         )  # fmt: skip
@@ -245,9 +247,10 @@ class KeeperLink:
     async def verify(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
     ) -> list[Residue]:
+        look, self._look = self._look, None
         return await run_verify(
             self.client, self._plugins, task=task, baseline=self._baseline.on(layer or ""),
-            deadline_s=VERIFY_S, credentials=credentials,
+            deadline_s=VERIFY_S, credentials=credentials, asked=look,
         )  # fmt: skip
 
     async def forget_layer(self, layer: str) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from ..errors import SandboxError, UnsupportedError
 from ..hooks import Credentials, ProcessInfo, SocketInfo
-from ..keeper.client import Changes, KeeperFailure
+from ..keeper.client import Changes, KeeperFailure, Look
 from ..results import CommandResult, FileInfo
 from .facts import Facts
 
@@ -35,6 +35,7 @@ class Keeper(Protocol):
     """The part of :class:`~rlsandbox.keeper.client.KeeperClient` that this room uses."""
 
     async def reset(self, layer: str = "") -> object: ...
+    async def reset_and_look(self, layer: str = "") -> Look: ...
     async def inspect(self) -> list[tuple[str, str]]: ...
     async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes: ...
     async def outside_read(

@@ -2,8 +2,8 @@
 
 What holds:
 
-- verification reads one INSPECT answer, taken after every policy has ended, and compares it with the
-  baseline. It uses nothing the reset code produced, and it never asks the episode;
+- verification reads one INSPECT answer, taken after the reset and after every policy has ended, and compares
+  it with the baseline. It uses nothing the reset code produced, and it never asks the episode;
 - a hook that raises, hangs past the deadline, or answers with something else than residue is itself a
   reason to keep the sandbox out of the pool, under the plugin's name;
 - in the modes ``overlay`` and ``userns`` the keeper's RESET does all that the built-in policies could, so
@@ -32,10 +32,11 @@ from ..hooks import Credentials, Residue
 from ..ledger import redact
 from ..results import CommandResult
 from .baseline import Baseline
-from .facts import shown
+from .facts import Facts, shown
 from .inspector import Keeper, NeedsThread, OutsideInspector, OutsideResetter, inspect
 
 if TYPE_CHECKING:
+    from ..keeper.client import Look
     from ..task import Task
 
 _log = logging.getLogger(__name__)
@@ -60,8 +61,11 @@ async def run_reset(
     deadline_s: float,
     credentials: Sequence[Credentials] = (),
     trusted: Callable[[list[str]], Awaitable[CommandResult]] | None = None,
-) -> None:
+) -> Look | None:
     """Put a sandbox back on *layer* (``""``: its base) and run the reset policies.
+
+    Gives the facts for :func:`run_verify` that were asked for right behind the reset, where no policy had to
+    run in between.
 
     Args:
         task: whose episode ended; policies see it.
@@ -76,19 +80,23 @@ async def run_reset(
     """
     end = time.monotonic() + deadline_s
     whole = baseline.mode in WHOLE_MODES
+    policies = _implementations(manager, "rlsandbox_reset", built_in=not whole)
+    look: Look | None = None
     if whole:
         try:
             async with asyncio.timeout(deadline_s):
-                await client.reset(layer)
+                if policies:
+                    await client.reset(layer)
+                else:
+                    look = await client.reset_and_look(layer)
         except TimeoutError:
             raise SandboxError(
                 f"the keeper did not reset the sandbox in {deadline_s:g} s",
                 kind="reset_timeout",
                 phase="reset",
             ) from None
-    policies = _implementations(manager, "rlsandbox_reset", built_in=not whole)
     if not policies:
-        return
+        return look
     facts = await inspect(client)
 
     def work(bridge: _Bridge) -> None:
@@ -110,6 +118,7 @@ async def run_reset(
         raise SandboxError(
             f"reset policy {outcome.plugin!r} {outcome.why}", kind=outcome.kind("reset"), phase="reset"
         ) from outcome.error
+    return None
 
 
 async def run_verify(
@@ -120,6 +129,7 @@ async def run_verify(
     baseline: Baseline,
     deadline_s: float,
     credentials: Sequence[Credentials] = (),
+    asked: Look | None = None,
 ) -> list[Residue]:
     """What is left of earlier episodes; empty exactly when the sandbox is at its baseline.
 
@@ -131,6 +141,7 @@ async def run_verify(
         baseline: of this member, ``.on(layer)`` the layer that it was reset to.
         deadline_s: seconds for all of it.
         credentials: what earlier episodes held; their values must be nowhere.
+        asked: of :func:`run_reset`: an INSPECT that the keeper was sent behind the RESET.
 
     Raises:
         SandboxDiedError: the keeper is gone.
@@ -138,7 +149,7 @@ async def run_verify(
     end = time.monotonic() + deadline_s
     try:
         async with asyncio.timeout(deadline_s):
-            facts = await inspect(client)
+            facts = await inspect(client) if asked is None else Facts.of_lines(await asked())
     except TimeoutError:
         return [Residue("verify", "keeper", f"did not answer INSPECT in {deadline_s:g} s")]
     built_in = _implementations(manager, "rlsandbox_verify", built_in=True, others=False)

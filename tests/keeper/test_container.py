@@ -17,6 +17,7 @@ from rlsandbox.errors import SandboxDiedError
 from rlsandbox.keeper import durable
 from rlsandbox.keeper.client import KeeperClient
 from rlsandbox.keeper.durable import Durable
+from rlsandbox.reset.facts import Facts
 from tests.support.container import Container, container, dial, why_not
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
@@ -59,11 +60,24 @@ async def seat(made: Container, **how: object) -> AsyncIterator[Seat]:
     await stream.wait_closed()
 
 
+def test_facts_asked_for_behind_a_reset_are_the_next_episodes() -> None:
+    async def main() -> None:
+        async with container("own-users", *LIMITS) as made, seat(made) as s:
+            before = Facts.of_lines(await s.client.inspect()).of("episode")
+            await s.sh("echo x > /tmp/dirt; (sleep 99 &)")
+            assert not Facts.of_lines(await s.client.inspect()).files_clean
+            after = Facts.of_lines(await (await s.client.reset_and_look())())
+            assert after.files_clean and not after.of("process")
+            assert int(after.of("episode")[0]) == int(before[0]) + 1
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("kind", ["own-users", "plain"])
 def test_modes_are_found_by_doing_and_the_view_is_closed(kind: str) -> None:
     async def main() -> None:
         async with container(kind, *LIMITS) as made, seat(made) as s:
-            assert s.client.welcome.mode in ("overlay", "userns") and s.stream.facts["workdir"] == os.getcwd()
+            assert s.client.welcome.mode in ("overlay", "userns") and s.stream.facts["workdir"] == "/"
             _, out = await s.sh(f"ls -a {made.run} 2>/dev/null | wc -l; grep -c {made.run} /proc/net/unix; grep CapEff /proc/self/status")
             seen, sockets, _, caps = out.split()
             assert int(seen) <= 2 and sockets == b"0"

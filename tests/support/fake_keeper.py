@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlsandbox.keeper.client import Changes, KeeperFailure
+from rlsandbox.keeper.client import Changes, KeeperFailure, Look
 from rlsandbox.results import FileInfo
 
 CLEAN = """
@@ -69,6 +69,10 @@ class FakeKeeper:
         self.extra.clear()
         self.episode += 1
         return {}
+
+    async def reset_and_look(self, layer: str = "") -> Look:
+        await self.reset(layer)
+        return self.inspect
 
     async def inspect(self) -> list[tuple[str, str]]:
         await self._called("inspect")

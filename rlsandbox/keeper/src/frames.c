@@ -4,9 +4,10 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
-enum { IN_ROOM = 64 << 10, DATA_ROOM = 36 << 10 };
+enum { IN_ROOM = 64 << 10, DATA_ROOM = 36 << 10, OUT_MOST = 16 };
 
 /* For sanitizers: what has not been received may not be looked at. */
 #if defined(__SANITIZE_ADDRESS__)
@@ -186,14 +187,65 @@ void conn_data_put(struct conn *c, uint8_t flags, uint16_t stream, uint32_t chan
     c->data_off = 0;
 }
 
-static ssize_t put(struct conn *c, const uint8_t *p, size_t n, int fd)
+/* One write: what does not take a descriptor along goes out together, because each piece may cross half a cluster. */
+static ssize_t put(struct conn *c, const struct iovec *v, size_t n, int fd)
 {
-    ssize_t r = msg_send(c->fd, p, n, &fd, fd >= 0 ? 1 : 0);
+    ssize_t r = 0;
+    if (fd >= 0)
+        return msg_send(c->fd, v->iov_base, v->iov_len, &fd, 1);
+    struct msghdr m = {.msg_iov = (struct iovec *)(uintptr_t)v, .msg_iovlen = n};
+    do
+        r = sendmsg(c->fd, &m, MSG_NOSIGNAL);
+    while (r < 0 && errno == EINTR);
     if (r < 0 && errno == ENOTSOCK)
         do
-            r = write(c->fd, p, n);
+            r = writev(c->fd, v, (int)n);
         while (r < 0 && errno == EINTR);
     return r;
+}
+
+/* The DATA frame under way, and control frames: one of them that is half out goes first. */
+static size_t next_out(const struct conn *c, struct iovec *v, int *fd)
+{
+    size_t n = 0;
+    bool half = c->head && c->head->off;
+    *fd = -1;
+    if (c->data_len && !half)
+        v[n++] = (struct iovec){c->data + c->data_off, c->data_len - c->data_off};
+    for (struct out *o = c->head; o && n < OUT_MOST && (o->fd < 0 || !n); o = o->next) {
+        v[n++] = (struct iovec){o->data + o->off, o->len - o->off};
+        if ((*fd = o->fd) >= 0 || (half && n == 1 && c->data_len))
+            break;
+    }
+    return n;
+}
+
+/* So many bytes of what was to go out next are out. */
+static void gone(struct conn *c, size_t n)
+{
+    bool data = c->data_len && !(c->head && c->head->off);
+    if (data) {
+        size_t k = c->data_len - c->data_off < n ? c->data_len - c->data_off : n;
+        c->data_off += k;
+        n -= k;
+        if (c->data_off < c->data_len)
+            return;
+        c->data_len = c->data_off = 0;
+    }
+    while (n) {
+        struct out *o = c->head;
+        size_t k = o->len - o->off < n ? o->len - o->off : n;
+        fd_close(&o->fd);
+        o->off += k;
+        n -= k;
+        if (o->off < o->len)
+            return;
+        c->head = o->next;
+        if (!c->head)
+            c->tail = NULL;
+        c->queued -= sizeof *o + o->len;
+        free(o);
+    }
 }
 
 int conn_flush(struct conn *c)
@@ -201,31 +253,16 @@ int conn_flush(struct conn *c)
     if (c->broken)
         return -1;
     while (c->data_len || c->head) {
-        struct out *o = c->head;
-        bool data = c->data_len && !(o && o->off); /* a control frame half out goes first, else the DATA frame under way */
-        const uint8_t *p = data ? c->data + c->data_off : o->data + o->off;
-        size_t n = data ? c->data_len - c->data_off : o->len - o->off;
-        ssize_t r = put(c, p, n, data ? -1 : o->fd);
+        struct iovec v[OUT_MOST];
+        int fd;
+        size_t n = next_out(c, v, &fd);
+        ssize_t r = put(c, v, n, fd);
         if (r < 0) {
             if (errno == EAGAIN)
                 return 1;
             return broken(c, "write failed");
         }
-        if (data) {
-            c->data_off += (size_t)r;
-            if (c->data_off == c->data_len)
-                c->data_len = c->data_off = 0;
-        } else {
-            fd_close(&o->fd);
-            o->off += (size_t)r;
-            if (o->off == o->len) {
-                c->head = o->next;
-                if (!c->head)
-                    c->tail = NULL;
-                c->queued -= sizeof *o + o->len;
-                free(o);
-            }
-        }
+        gone(c, (size_t)r);
     }
     return 0;
 }

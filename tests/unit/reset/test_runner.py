@@ -89,6 +89,25 @@ async def test_user_hooks_precede_built_ins_and_take_any_subset_of_arguments() -
     assert order == ["second", "first"]
 
 
+async def test_facts_are_asked_for_behind_the_reset_only_where_no_policy_runs_in_between() -> None:
+    keeper = FakeKeeper()
+    base = await baseline_of(keeper)
+
+    class Litterer:
+        @hookimpl
+        def rlsandbox_reset(self) -> None:
+            keeper.put("/tmp/left-by-a-policy")
+
+    asked = await run_reset(
+        keeper, manager(Litterer()), task=None, layer="", baseline=base, deadline_s=DEADLINE_S
+    )
+    assert asked is None
+    found = await verify(keeper, base, asked=asked)
+    assert "/tmp/left-by-a-policy" in {what for _, what in names(found)}
+    asked = await run_reset(keeper, manager(), task=None, layer="", baseline=base, deadline_s=DEADLINE_S)
+    assert asked is not None and await verify(keeper, base, asked=asked) == []
+
+
 @pytest.mark.parametrize("mode", ["overlay", "userns"])
 async def test_whole_modes_reset_in_the_keeper_without_the_built_in_policies(mode: str) -> None:
     keeper = FakeKeeper()
