@@ -8,12 +8,16 @@ from pathlib import Path
 import click
 
 from ..bench.local import LocalReport, run_local
+from . import ttfc
 from .common import console, json_option, print_json, writable_file
 
 
 @click.group()
 def command() -> None:
-    """Measure this machine: TTFC, resets, memory, as ratios in one run."""
+    """Measure this machine, or a cluster: TTFC, resets, memory, beside what others do, in one run."""
+
+
+command.add_command(ttfc.command)
 
 
 @command.command()

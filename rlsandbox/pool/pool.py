@@ -362,7 +362,8 @@ class AsyncPool(Claiming):
         """What is so now, every counter, and advice on size and refill."""
         driver = self.driver
         names = {d: s.image or ("default" if d == self.spec.digest else d) for d, s in self._known.items()}
-        return stats_of(driver.core, driver.bursts, driver.now(), list(self._residue), names)
+        requests = getattr(self.backend, "requests", None)
+        return stats_of(driver.core, driver.bursts, driver.now(), list(self._residue), names, requests)
 
     async def stats_now(self) -> PoolStats:
         """:meth:`stats`, also where they are another process's."""

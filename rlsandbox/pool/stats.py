@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ class PoolStats(Counters):
         specs: ready, claimed and waiting by spec.
         layers, layer_bytes: primed layers and snapshots that are kept.
         write_rate: writes a second that are allowed at present; None: no bound.
+        requests: made of the cluster's API server, by verb; ``requests_each``: a claim, all told.
         advice: size and refill from the bursts that were seen.
     """
 
@@ -50,14 +52,30 @@ class PoolStats(Counters):
     specs: dict[str, dict[str, int]]
     residue: list[str]
     longest_wait_s: float
+    requests: dict[str, int] = field(default_factory=dict)
+    requests_each: float | None = None
     advice: Advice = field(default_factory=lambda: Advice(0, None, ""))
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def stats_of(core: Core, bursts: Bursts, now: float, residue: list[str], names: dict[str, str]) -> PoolStats:
-    """Take the look. *names*: what to call a spec in words, by digest."""
+def stats_of(
+    core: Core,
+    bursts: Bursts,
+    now: float,
+    residue: list[str],
+    names: dict[str, str],
+    requests: Mapping[str, int] | None = None,
+) -> PoolStats:
+    """Take the look.
+
+    Args:
+        names: what to call a spec in words, by digest.
+        requests: made by the backend, by verb.
+    """
+    requests = dict(requests or {})
+    made = sum(n for verb, n in requests.items() if verb not in ("repeated", "throttled"))
     n, config, counters = core.n, core.config, core.counters
     each = counters.writes / counters.granted if counters.granted else 0.0
     waits = [now - next(iter(r.queue.values())).asked for r in core.specs.values() if r.queue]
@@ -90,6 +108,8 @@ def stats_of(core: Core, bursts: Bursts, now: float, residue: list[str], names: 
         },
         residue=list(residue),
         longest_wait_s=max(waits, default=0.0),
+        requests=requests,
+        requests_each=made / counters.granted if made and counters.granted else None,
         advice=bursts.advice(size=config.size, ceiling=config.ceiling, writes_each=each),
         **counters.to_dict(),
     )

@@ -20,7 +20,7 @@ from tests.cluster.faults import Faults
 from tests.cluster.handle import ClusterError
 from tests.cluster.images import Registry
 from tests.cluster.kube import ApiError
-from tests.cluster.measure import measured
+from tests.cluster.measure import measured, shield
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +48,11 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument(
         "--sandboxes", type=int, default=100, help="in the pool on fake nodes (default: %(default)s)"
     )
+    command(
+        "shield", "give its parts and pods the processor before everything else, to measure on a busy machine"
+    )
+    command("unshield", "no longer")
+    command("remove-image", "remove an image from all real nodes", "image")
     command("down", "stop it and remove all it left")
     command("status", "parts, their state and memory")
     kubeconfig = command("kubeconfig", "write a kubeconfig and print its path")
@@ -116,6 +121,11 @@ def main(arguments: list[str] | None = None) -> int:
             )
         case "measure":
             measured(cluster, options.rounds, options.sandboxes)
+        case "shield" | "unshield":
+            shield(cluster, options.command == "shield")
+        case "remove-image":
+            for node in cluster.nodes():
+                faults.remove_image(node.name, options.image)
         case "status":
             _status(cluster)
         case "kubeconfig":

@@ -127,6 +127,8 @@ class Kubernetes(Backend):
         self._env: dict[str, dict[str, str]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
         self._named: str | None = None
+        self._requests: Mapping[str, int] = {}
+        """When it was closed."""
 
     def __repr__(self) -> str:
         where = (
@@ -146,7 +148,7 @@ class Kubernetes(Backend):
     @property
     def requests(self) -> Mapping[str, int]:
         """How many requests were made of the API server, by verb."""
-        return {} if self._api is None else dict(self._api.requests)
+        return self._requests if self._api is None else dict(self._api.requests)
 
     async def _get(self) -> Cluster:
         async with self._lock:
@@ -378,6 +380,7 @@ class Kubernetes(Backend):
         self._by_name.clear()
         self._cluster = self._api = None
         await cluster.close()
+        self._requests = dict(api.requests)
         await api.close()
 
     # -- what the cluster tells ----------------------------------------------------------------------
