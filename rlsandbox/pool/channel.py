@@ -14,6 +14,7 @@ import pickle
 import socket
 import struct
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 _HEADER = struct.Struct("!II")
@@ -48,6 +49,21 @@ def _exactly(sock: socket.socket, length: int) -> bytes:
     return data
 
 
+@dataclass
+class _Leaving:
+    """A message on its way out."""
+
+    data: memoryview
+    fds: list[int]
+    """Ours to close; they go with the first byte."""
+    gone: asyncio.Future[None]
+
+    def close(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+
+
 class Channel:
     """One end. All methods belong to one event loop."""
 
@@ -57,29 +73,59 @@ class Channel:
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()
         self._fds: deque[int] = deque()
-        self._sending = asyncio.Lock()
+        self._out: deque[_Leaving] = deque()
         self._closed = False
 
     async def send(self, message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message and duplicates of *fds*.
 
+        Cancelled, it stops waiting, and the message leaves all the same: half of one would be taken for the
+        beginning of the next, and what it carries would be nobody's.
+
         Raises:
             ChannelClosedError: nobody reads any more.
         """
+        if self._closed:
+            raise ChannelClosedError("the channel is closed")
         payload = pickle.dumps(message)
         data = memoryview(_HEADER.pack(len(payload), len(fds)) + payload)
-        async with self._sending:
-            while data:
-                try:
-                    if self._closed:
-                        raise ChannelClosedError("the channel is closed")
-                    sent = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
-                except (BlockingIOError, InterruptedError):
-                    await self._ready(self._loop.add_writer, self._loop.remove_writer)
-                    continue
-                except OSError as error:
-                    raise ChannelClosedError(f"the other process is gone: {error}") from error
-                data, fds = data[sent:], ()
+        leaving = _Leaving(data, [os.dup(fd) for fd in fds], self._loop.create_future())
+        self._out.append(leaving)
+        if len(self._out) == 1:
+            self._flush()
+        await leaving.gone
+
+    def _flush(self) -> None:
+        """Send what the socket takes now, and come again when it takes more."""
+        while self._out:
+            leaving = self._out[0]
+            try:
+                if leaving.fds:
+                    sent = socket.send_fds(self._sock, [leaving.data], leaving.fds)
+                else:
+                    sent = self._sock.send(leaving.data)
+            except (BlockingIOError, InterruptedError):
+                self._loop.add_writer(self._sock, self._flush)
+                return
+            except OSError as error:
+                self._loop.remove_writer(self._sock)
+                self._give_up(f"the other process is gone: {error}")
+                return
+            leaving.close()
+            leaving.data = leaving.data[sent:]
+            if not leaving.data:
+                self._out.popleft()
+                _settle(leaving.gone)
+        self._loop.remove_writer(self._sock)
+
+    def _give_up(self, why: str) -> None:
+        """What has not left will not."""
+        while self._out:
+            leaving = self._out.popleft()
+            leaving.close()
+            if not leaving.gone.done():
+                leaving.gone.set_exception(ChannelClosedError(why))
+                leaving.gone.exception()  # nobody may be waiting for it
 
     async def show(self, token: bytes) -> None:
         """Send a token, before the first message."""
@@ -106,7 +152,7 @@ class Channel:
             try:
                 data, fds, flags, _ = socket.recv_fds(self._sock, _CHUNK, _MOST_FDS)
             except (BlockingIOError, InterruptedError):
-                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                await self._readable()
                 continue
             except OSError:
                 return None
@@ -119,16 +165,16 @@ class Channel:
                 return None
             self._buffer += data
 
-    async def _ready(self, add: Any, remove: Any) -> None:
+    async def _readable(self) -> None:
         if self._closed:
             raise ChannelClosedError("the channel is closed")
         future: asyncio.Future[None] = self._loop.create_future()
-        add(self._sock, _settle, future)
+        self._loop.add_reader(self._sock, _settle, future)
         try:
             await future
         finally:
             if not self._closed:
-                remove(self._sock)
+                self._loop.remove_reader(self._sock)
 
     def close(self) -> None:
         """Twice is fine. Descriptors that nobody took are closed."""
@@ -144,6 +190,7 @@ class Channel:
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        self._give_up("the channel is closed")
 
 
 def _settle(future: asyncio.Future[None]) -> None:

@@ -20,7 +20,7 @@ from .ahead import AsyncClaim, Need
 from .driver import Driver, Held
 from .lending import Lease, Lender
 from .model import PoolClaim, State
-from .refusals import error_of
+from .refusals import deleted, error_of
 
 if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
@@ -171,7 +171,7 @@ class Claiming:
         if layer is None or not isinstance(own, Task) or not isinstance(spec, Spec):
             raise ConfigError(f"claim() takes a Task or a Snapshot, not {type(task).__name__}")
         if self._lender.snapshots.get(task.id) is not task:
-            raise ConfigError(f"snapshot {task.id} was deleted, or belongs to another pool")
+            raise deleted(task.id)
         return own, spec, layer
 
     def _place(self, task: Task) -> tuple[Spec, str | None]:

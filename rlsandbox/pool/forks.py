@@ -49,8 +49,10 @@ class Forks:
         self._pool = pool
         self._waiting: list[_Fork] = []
 
-    async def make(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        """*n* sandboxes on *snapshot*.
+    async def make(
+        self, snapshot: AsyncSnapshot, n: int, timeout: float | None, counted: bool = True
+    ) -> list[AsyncSandbox]:
+        """*n* sandboxes on *snapshot*; not *counted* where another process counts what it waited.
 
         Raises:
             ConfigError: it can never be met.
@@ -61,7 +63,9 @@ class Forks:
         parent: Lease | None = getattr(snapshot, "parent", None)
         fork = _Fork(n, parent, timeout is not None)
         look = self._pool.driver.pump  # what one fork has got decides about the others
-        collecting = asyncio.ensure_future(all_or_none(self._pool, snapshot, n, timeout, fork.got, look))
+        collecting = asyncio.ensure_future(
+            _all_or_none(self._pool, snapshot, n, timeout, counted, fork.got, look)
+        )
         self._waiting.append(fork)
         stuck = asyncio.ensure_future(self._pool.driver.until(lambda: self._stuck(fork), None))
         refused = False
@@ -116,24 +120,24 @@ def check(n: object, most: int) -> None:
         raise ConfigError(f"fork({n}) can never be met: the pool's ceiling is {most}", hint="raise max_size")
 
 
-async def all_or_none(
+async def _all_or_none(
     pool: AsyncPool,
     snapshot: AsyncSnapshot,
     n: int,
     timeout: float | None,
-    got: list[AsyncSandbox] | None = None,
-    tell: Callable[[], object] = lambda: None,
+    counted: bool,
+    had: list[AsyncSandbox],
+    tell: Callable[[], object],
 ) -> list[AsyncSandbox]:
     """*n* sandboxes with a snapshot's state; when one cannot be had, none is kept.
 
     Args:
-        got: holds what has been had so far.
+        had: holds what has been had so far.
         tell: called whenever that grew.
     """
-    had: list[AsyncSandbox] = [] if got is None else got
 
     async def one() -> AsyncSandbox:
-        sandbox = await pool._claim(snapshot, timeout=timeout)
+        sandbox = await pool._claim(snapshot, timeout=timeout, counted=counted)
         had.append(sandbox)
         tell()
         return sandbox

@@ -272,8 +272,10 @@ class Lender:
         self.snapshots[snapshot.id] = snapshot
         return snapshot
 
-    async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        return await self._forks.make(snapshot, n, timeout)
+    async def fork(
+        self, snapshot: AsyncSnapshot, n: int, timeout: float | None, *, counted: bool = True
+    ) -> list[AsyncSandbox]:
+        return await self._forks.make(snapshot, n, timeout, counted)
 
     async def renew(self, sandbox: AsyncSandbox) -> None:
         lease = _held(sandbox)

@@ -23,15 +23,18 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SandboxError, UnsupportedError
 from ..metrics import TtfcSample
 from .channel import Channel, ChannelClosedError
+from .refusals import deleted
 
 if TYPE_CHECKING:
-    from ..sandbox import AsyncSandbox
+    from ..sandbox import AsyncSandbox, AsyncSnapshot
     from .pool import AsyncPool
 
 log = logging.getLogger("rlsandbox.pool")
 
 TOKEN_BYTES = 32
 _HANDSHAKE_S = 10.0
+_WAITS = frozenset({"claim", "fork", "wait_ready"})
+"""What may be taken back while it is under way. Everything else is short, and half of it would be a leak."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,11 @@ class _Peer:
             (number, what, arguments), fds = message
             if what == "cancel":
                 asked = self._asked.get(arguments[0])
-                if asked is not None:
+                if asked is not None and asked.get_name() in _WAITS:
                     asked.cancel()
                 continue
-            task = asyncio.get_running_loop().create_task(self._answer(number, what, arguments, fds))
+            answer = self._answer(number, what, arguments, fds)
+            task = asyncio.get_running_loop().create_task(answer, name=what)
             self._asked[number] = task
             task.add_done_callback(lambda _, number=number: self._asked.pop(number, None))  # type: ignore[misc]
 
@@ -130,6 +134,8 @@ class _Peer:
         try:
             if what == "claim":
                 answer, passed = await self._claim(*arguments)
+            elif what == "stream":
+                passed = await self._stream(*arguments)
             elif what == "release":
                 await self._release(*arguments, fds=fds)
             else:
@@ -152,28 +158,58 @@ class _Peer:
     async def _claim(self, task: Any, timeout: float | None, rollout: Any) -> tuple[Any, socket.socket]:
         pool = self._pool
         if isinstance(task, str):
-            task = pool._lender.snapshots.get(task, task)
+            task = self._snapshot(task)
         sandbox = await pool._claim(task, timeout=timeout, rollout=rollout, counted=False)
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        (about,) = await self._lend([sandbox])
+        return about, await self._stream(about["lease"])
+
+    async def _lend(self, sandboxes: list[AsyncSandbox]) -> list[dict[str, Any]]:
+        """They are the process's from now on; what it needs to know of them."""
+        pool = self._pool
+        if not all(hasattr(self._link(sandbox), "detach") for sandbox in sandboxes):
+            for sandbox in sandboxes:
+                await sandbox.release()
+            raise UnsupportedError(f"backend {pool.backend.name!r} has no streams to hand to another process")
+        return [self._lent(sandbox) for sandbox in sandboxes]
+
+    def _lent(self, sandbox: AsyncSandbox) -> dict[str, Any]:
+        pool, lease = self._pool, sandbox._lease  # type: ignore[attr-defined]
         held = pool.driver.held[lease.member]
         link: Any = held.link
-        if not hasattr(link, "detach"):
-            await sandbox.release()
-            raise UnsupportedError(f"backend {pool.backend.name!r} has no streams to hand to another process")
         env = dict(lease.credentials.env) if lease.credentials is not None else {}
-        try:
-            stream = link.detach()
-        except BaseException:
-            await sandbox.release(discard=True)
-            raise
         number = next(self._numbers)
         self._held[number] = sandbox
-        about = {
+        return {
             "lease": number, "id": sandbox.id, "task": lease.task, "spec": lease.spec, "node": sandbox.node,
             "mode": link.mode, "facts": dict(held.member.facts), "welcome": link.client.welcome,
             "parts": dict(lease.parts), "env": {**pool.backend.environment(lease.spec), **env},
         }  # fmt: skip
-        return about, stream
+
+    def _link(self, sandbox: AsyncSandbox) -> Any:
+        lease: Any = sandbox._lease  # type: ignore[attr-defined]
+        return self._pool.driver.held[lease.member].link
+
+    async def _stream(self, number: int) -> socket.socket:
+        """The keeper's stream of a sandbox that was lent."""
+        sandbox = self._held[number]
+        try:
+            stream: socket.socket = self._link(sandbox).detach()
+        except BaseException:
+            del self._held[number]
+            await sandbox.release(discard=True)
+            raise
+        return stream
+
+    async def _do_fork(self, id: str, n: int, timeout: float | None) -> list[dict[str, Any]]:
+        """All of them or none, and no wait that nothing can end: decided here, where all forks are known."""
+        forked = self._pool._lender.fork(self._snapshot(id), n, timeout, counted=False)
+        return await self._lend(await forked)
+
+    def _snapshot(self, id: str) -> AsyncSnapshot:
+        snapshot = self._pool._lender.snapshots.get(id)
+        if snapshot is None:
+            raise deleted(id)
+        return snapshot
 
     async def _release(
         self, number: int, discard: bool, sample: TtfcSample | None, *, fds: list[int]

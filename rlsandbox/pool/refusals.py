@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import (
     ClaimTimeoutError,
+    ConfigError,
     PoolClosedError,
     PrimeError,
     ProvisionError,
@@ -44,3 +45,8 @@ def error_of(refusal: Refuse, task: Task) -> SandboxError:
     if origin is not None:
         error.__cause__ = origin
     return error
+
+
+def deleted(id: str) -> ConfigError:
+    """A snapshot that the pool does not have."""
+    return ConfigError(f"snapshot {id} was deleted, or belongs to another pool")

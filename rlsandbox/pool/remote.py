@@ -10,25 +10,21 @@ import asyncio
 import itertools
 import logging
 import os
-import secrets
 import socket
-import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..config import load_config
-from ..errors import ConfigError, PoolClosedError, ProcessesRunningError, SandboxStateError, UnsupportedError
+from ..errors import ConfigError, PoolClosedError, UnsupportedError
 from ..hooks import Rollout, plugin_manager
-from ..keeper.client import KeeperClient
-from ..keeper.connection import KeeperFailure
 from ..ledger import Ledger
-from ..metrics import Metrics, TtfcSample
+from ..metrics import Metrics
 from ..task import Task
 from .ahead import Need
+from .borrowing import Borrower
 from .channel import Channel, ChannelClosedError, ask_blocking
-from .lending import sample_of
 from .owner import PoolRef, plain
 from .pool import CLOSE_S, AsyncPool
 
@@ -38,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("rlsandbox.pool")
 
-_EBUSY = 16
 _QUIET_S = 5.0
 _KNOCK_S = 30.0
 
@@ -66,7 +61,7 @@ class RemotePool(AsyncPool):
         self._reader: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[tuple[Any, list[int]]]] = {}
         self._asks = itertools.count(1)
-        self._remote = _RemoteLender(self)
+        self._remote = Borrower(self)
         self._told: set[asyncio.Task[Any]] = set()
         self.config = load_config(False)
         self._sock, about = _knock(ref)
@@ -129,8 +124,9 @@ class RemotePool(AsyncPool):
         """The answer to somebody who was cancelled meanwhile: a sandbox goes back as it came."""
         for fd in fds:
             os.close(fd)
-        if isinstance(answer, dict) and "lease" in answer:
-            self._tell("release", answer["lease"], True, None)
+        for about in answer if isinstance(answer, list) else [answer]:
+            if isinstance(about, dict) and "lease" in about:
+                self._tell("release", about["lease"], True, None)
 
     async def call(self, what: str, *arguments: Any, fds: tuple[int, ...] = ()) -> tuple[Any, list[int]]:
         """Ask the owner; its answer and the descriptors that came along."""
@@ -258,145 +254,6 @@ class RemotePool(AsyncPool):
             self._sock.close()
 
 
-class _RemoteLender:
-    """The Host of sandboxes whose pool is elsewhere."""
-
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
-        self.held: weakref.WeakSet[AsyncSandbox] = weakref.WeakSet()
-
-    async def take(self, about: dict[str, Any], fds: list[int]) -> AsyncSandbox:
-        """A sandbox of what the owner sent."""
-        from ..sandbox import AsyncSandbox
-
-        client = await _client(about, fds)
-        sandbox = AsyncSandbox(
-            client, id=about["id"], task=about["task"], spec=about["spec"], node=about["node"],
-            reset_mode=about["mode"], host=self, facts=about["facts"], base_env=about["env"],
-        )  # fmt: skip
-        sandbox._lease = SimpleNamespace(number=about["lease"], sample=None, started=True)  # type: ignore[attr-defined]
-        return sandbox
-
-    def count(
-        self, sandbox: AsyncSandbox, parts: dict[str, float], needed: float, rollout: Any, counted: bool
-    ) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        now = self._pool.now()
-        waited, told = max(0.0, now - needed), sum(parts.values())
-        if told > waited:  # it was asked for ahead
-            parts = {name: seconds * waited / told for name, seconds in parts.items()}
-        parts["connected"] += max(0.0, waited - sum(parts.values()))
-        lease.parts, lease.handed, lease.started = parts, now, not counted
-        sandbox.times, sandbox.rollout = parts, rollout
-
-    def command_started(self, sandbox: AsyncSandbox, waited_s: float) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        if lease.started:
-            return
-        lease.started = True
-        idle = max(0.0, self._pool.now() - waited_s - lease.handed)
-        sample = sample_of(lease.parts, started_s=waited_s, idle_s=idle)
-        lease.parts["started"], lease.parts["idle"] = waited_s, idle
-        sandbox.ttfc_s = sample.ttfc_s
-        self._pool.metrics.record_ttfc(sample)
-        lease.sample = sample  # the owner learns of it with the release
-
-    async def release(self, sandbox: AsyncSandbox, *, discard: bool) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        number, lease.number = lease.number, None
-        if number is None:
-            asleep = getattr(lease, "asleep", None)
-            if asleep is not None:
-                await self.delete_snapshot(asleep)
-            return
-        if not lease.started:
-            lease.started, lease.sample = True, sample_of(lease.parts, never_started=True)
-            self._pool.metrics.record_ttfc(lease.sample)
-        stream = None if discard else await self._detached(sandbox)
-        await self._give_back(sandbox, number, lease.sample, stream)
-
-    async def _give_back(
-        self, sandbox: AsyncSandbox, number: int, sample: TtfcSample | None, stream: socket.socket | None
-    ) -> None:
-        try:
-            fds = () if stream is None else (stream.fileno(),)
-            await self._pool.call("release", number, stream is None, sample, fds=fds)
-        finally:
-            if stream is not None:
-                stream.close()
-            await sandbox.client.aclose()
-
-    async def _detached(self, sandbox: AsyncSandbox) -> socket.socket | None:
-        """The keeper's stream, once nothing is in flight on it; None when that does not come true."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _QUIET_S
-        while not sandbox.client.lost.done():
-            try:
-                return sandbox.client.detach()
-            except RuntimeError:
-                if loop.time() >= end:
-                    return None
-                await asyncio.sleep(0.002)
-        return None
-
-    async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        layer = f"s{secrets.token_hex(8)}"
-        try:
-            size = await sandbox.client.seal(layer, kill=kill)
-        except KeeperFailure as error:
-            if error.errno != _EBUSY:
-                raise
-            raise ProcessesRunningError(
-                "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
-                task=sandbox.task.id,
-            ) from None  # fmt: skip
-        id = (await self._pool.call("sealed", lease.number, layer, size, name))[0]
-        return self.snapshot_of(id, size, sandbox.task, sandbox.spec)
-
-    def snapshot_of(self, id: str, size: int, task: Any, spec: Any) -> AsyncSnapshot:
-        from ..sandbox import AsyncSnapshot
-
-        return AsyncSnapshot(self, id=id, bytes=size, task=task, spec=spec)
-
-    async def fork(self, snapshot: AsyncSnapshot, n: int, timeout: float | None) -> list[AsyncSandbox]:
-        from .forks import all_or_none, check
-
-        check(n, self._pool.max_size)
-        return await all_or_none(self._pool, snapshot, n, timeout)
-
-    async def renew(self, sandbox: AsyncSandbox) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        number, lease.number = lease.number, None
-        await self._give_back(sandbox, number, None, await self._detached(sandbox))
-        await self._move(sandbox, sandbox.task, None)
-
-    async def hibernate(self, sandbox: AsyncSandbox) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
-        number, lease.number = lease.number, None
-        await self._give_back(sandbox, number, None, await self._detached(sandbox))
-
-    async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:
-        lease: Any = sandbox._lease  # type: ignore[attr-defined]
-        asleep = getattr(lease, "asleep", None)
-        if asleep is None:
-            raise SandboxStateError("the sandbox does not hibernate", sandbox=sandbox.id)
-        await self._move(sandbox, asleep.id, timeout)
-        lease.asleep = None
-        await self.delete_snapshot(asleep)
-
-    async def _move(self, sandbox: AsyncSandbox, asked: Any, timeout: float | None) -> None:
-        """The sandbox lives in another member from now on."""
-        about, fds = await self._pool.call("claim", asked, timeout, None)
-        sandbox.attach(await _client(about, fds), node=about["node"])
-        sandbox.id = about["id"]
-        sandbox._lease.number = about["lease"]  # type: ignore[attr-defined]
-
-    async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
-        await self._pool.call("delete_snapshot", snapshot.id)
-
-
 def _knock(ref: PoolRef) -> tuple[socket.socket, dict[str, Any]]:
     """A connection to the owner, and what it says of the pool."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -412,12 +269,6 @@ def _knock(ref: PoolRef) -> tuple[socket.socket, dict[str, Any]]:
         sock.close()
         raise error
     return sock, about
-
-
-async def _client(about: dict[str, Any], fds: list[int]) -> KeeperClient:
-    stream = socket.socket(fileno=fds[0])
-    reader, writer = await asyncio.open_connection(sock=stream, limit=1 << 18)
-    return await KeeperClient.open(reader, writer, member=about["id"], welcome=about["welcome"])
 
 
 def _owner_gone(ref: PoolRef) -> PoolClosedError:

@@ -192,3 +192,80 @@ def test_who_has_no_token_is_turned_away(pool: rls.Pool) -> None:
         rls.Pool.connect(elsewhere)
     with rls.Pool.connect(ref) as there, there.claim(TASK, timeout=LONG) as sandbox:
         assert sandbox.run("true").ok
+
+
+def forking(ref: rls.PoolRef | None, meet: Any, answers: Any, own: rls.Pool | None = None) -> None:
+    """Holds one sandbox, and wants two more with its state, until it gets them."""
+    pool = own or rls.Pool.connect(ref)  # type: ignore[arg-type]
+    refused = 0
+    while True:
+        with pool.claim(TASK, timeout=LONG) as sandbox:
+            snapshot = sandbox.snapshot(kill=True)
+            if not refused:
+                meet.wait(LONG)
+            try:
+                with snapshot.fork(2) as copies:
+                    answers.put((refused, [copy.read_text("a.txt") for copy in copies]))
+                    break
+            except ClaimTimeoutError as error:
+                if (error.kind, error.retryable) != ("deadlock", True):
+                    raise
+                refused += 1
+    if own is None:
+        pool.close()
+
+
+def test_forks_of_several_processes_do_not_wait_for_each_other_for_ever(tmp_path: Path) -> None:
+    """Three of three are held, each by somebody who wants two more: in two other processes and in the owner's."""
+    with rls.Pool(size=3, config=False, ledger=tmp_path, run="forks") as pool:
+        meet, answers = spawn.Barrier(3), spawn.Queue()
+        others = [spawn.Process(target=forking, args=(pool.ref, meet, answers)) for _ in range(2)]
+        for process in others:
+            process.start()
+        forking(None, meet, answers, pool)
+        got = [answers.get(timeout=120) for _ in range(3)]
+        for process in others:
+            process.join(30)
+            assert process.exitcode == 0
+        assert [texts for _, texts in got] == [["hello\n"] * 2] * 3
+        assert max(refused for refused, _ in got) > 0, "somebody had to give way"
+        eventually(lambda: pool.stats().ready == 3)
+        assert pool.stats().claimed == 0
+
+
+def test_a_fork_from_elsewhere_is_all_or_none(pool: rls.Pool) -> None:
+    with rls.Pool.connect(pool.ref) as there:
+        with there.claim(TASK, timeout=LONG) as sandbox:
+            snapshot = sandbox.snapshot(kill=True)
+            with pytest.raises(rls.errors.ConfigError, match=r"fork\(2\) can never be met.*release it"):
+                snapshot.fork(2)
+            with pytest.raises(ClaimTimeoutError, match="the ceiling of 2 is reached"):
+                snapshot.fork(2, timeout=0.3)
+        assert pool.stats().claimed == 0
+        assert pool.metrics.ttfc.summary().n == there.metrics.ttfc.summary().n - 4, "two of each of two forks"
+        snapshot.delete()
+        with pytest.raises(rls.errors.ConfigError, match="was deleted"):
+            snapshot.fork(1)
+        with pytest.raises(rls.errors.ConfigError, match="was deleted"):
+            there.claim(snapshot)
+    eventually(lambda: pool.stats().ready == 2)
+
+
+async def test_what_is_given_back_is_given_back_also_when_that_is_cancelled(pool: rls.Pool) -> None:
+    async with rls.AsyncPool.connect(pool.ref) as there:
+        for pause in (0, 0, 0.001, 0.002, 0.004):
+            sandbox = await there.claim(TASK, timeout=LONG)
+            snapshot = await sandbox.snapshot(kill=True)
+            for work in (sandbox.release(), snapshot._host.fork(snapshot, 2, LONG)):
+                doing = asyncio.ensure_future(work)
+                await asyncio.sleep(pause)
+                doing.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    for forked in await doing or ():
+                        await forked.release()
+            await snapshot.delete()
+        for _ in range(3000):
+            if pool.stats().claimed == 0:
+                break
+            await asyncio.sleep(0.01)
+        assert pool.stats().claimed == 0
