@@ -36,6 +36,7 @@ class SandboxCallback(TrainerCallback, Part):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, pool: rls.Pool | Callable[[], rls.Pool], *, close: bool = True) -> None:
         versions.require()
+        versions.require_own_rollouts(trainer)
         self._trainer, self._find, self._close = trainer, pool, close
         self._pool: rls.Pool | None = None
         self._found: dict[str, tuple[Snapshot, Tally]] = {}

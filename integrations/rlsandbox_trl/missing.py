@@ -26,6 +26,7 @@ def leave_out_missing(trainer: Any, counter: Callable[[], Counter] | None = None
     Whether one is broken is asked of the environments of this package and of :func:`sandbox_reward`.
     """
     versions.require()
+    versions.require_own_rollouts(trainer)
     attach(trainer, _LeaveOut(trainer, counter))
 
 

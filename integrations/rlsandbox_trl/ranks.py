@@ -7,6 +7,7 @@ claims and resets are counted. On several machines each has a pool of its own.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -64,8 +65,23 @@ def shared_pool(make: Callable[[], rls.Pool]) -> rls.Pool:
         if where == machine and failed is not None:
             raise failed
         if where == machine and ref is not None:
-            return rls.Pool.connect(ref)
+            return connected(ref)
     raise ConfigError(f"no process of {machine} owns a pool", hint="start them with torchrun or accelerate")
+
+
+_connected: dict[tuple[int, rls.PoolRef], rls.Pool] = {}
+"""By process as well: a forked child has connections of its own."""
+_connecting = threading.Lock()
+
+
+def connected(ref: rls.PoolRef) -> rls.Pool:
+    """The pool of another process of this machine: one connection, whatever asks for it."""
+    with _connecting:
+        key = os.getpid(), ref
+        pool = _connected.get(key)
+        if pool is None or pool.closed:
+            pool = _connected[key] = rls.Pool.connect(ref)
+        return pool
 
 
 def of_all(parts: Sequence[tuple[bool, Snapshot, Tally]]) -> tuple[Snapshot, Tally]:

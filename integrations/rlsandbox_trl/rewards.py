@@ -6,31 +6,20 @@ import asyncio
 import math
 import re
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import rlsandbox as rls
 from rlsandbox.errors import ConfigError, SandboxError
 from rlsandbox.metrics import BatchClock
 
+from .ranks import connected
 from .rollout import CALLERS_MISTAKES
 from .tally import counter_of
 
 FENCE = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
-
-
-class RewardFunction(Protocol):
-    """What ``reward_funcs=`` of a GRPOTrainer takes."""
-
-    __name__: str
-    missing: list[bool]
-    """Of the last call: which rollouts infrastructure broke."""
-
-    def __call__(
-        self, *, prompts: Sequence[Any], completions: Sequence[Any], **row: Any
-    ) -> Awaitable[list[float | None]]: ...
 
 
 def code_of(text: str) -> str | None:
@@ -76,35 +65,107 @@ def sandbox_reward(
     """
     if not timeout > 0:
         raise ConfigError(f"timeout must be a number of seconds above 0, not {timeout!r}")
-    if tasks is None:
-        known = None
-        plain = rls.Task(id=name, spec=spec, grader=rls.Grader(command=command, timeout=timeout))
-    else:
-        known = {task.id: task for task in (rls.load_tasks(tasks) if isinstance(tasks, str) else tasks)}
-        for task in known.values():
-            if task.grader is None:
-                raise ConfigError(f"task {task.id!r} has no grader: nothing could score an answer")
-    counter = counter_of(pool)
-    threads = ThreadPoolExecutor(max_workers=concurrency, thread_name_prefix="rlsandbox-reward")
-    busy = threading.Lock()
-    calls = 0
+    plain = rls.Task(id=name, spec=spec, grader=rls.Grader(command=command, timeout=timeout))
+    found = rls.load_tasks(tasks) if isinstance(tasks, str) else tasks
+    known = None if found is None else {task.id: task for task in found}
+    for task in (known or {}).values():
+        if task.grader is None:
+            raise ConfigError(f"task {task.id!r} has no grader: nothing could score an answer")
+    how = _How(path, answer, timeout, claim_timeout, retries, concurrency, name)
+    return RewardFunction(pool, plain, known, how)
 
-    def task_of(task_id: Any) -> rls.Task:
-        if known is None:
-            return plain
-        task = known.get(task_id)
+
+@dataclass(frozen=True)
+class _How:
+    path: str
+    answer: Callable[[str], str | None]
+    timeout: float
+    claim_timeout: float
+    retries: int
+    concurrency: int
+    name: str
+
+
+class RewardFunction:
+    """What ``reward_funcs=`` of a GRPOTrainer takes: see :func:`sandbox_reward`.
+
+    It pickles: another process of this machine (a rollout worker) uses the same pool. What *answer* is has to
+    pickle too, as a function of a module does.
+    """
+
+    def __init__(self, pool: rls.Pool, plain: rls.Task, known: dict[str, rls.Task] | None, how: _How) -> None:
+        self.pool, self.plain, self.known, self.how = pool, plain, known, how
+        self.missing: list[bool] = []
+        """Of the last call: which rollouts infrastructure broke."""
+        self.__name__ = self.__qualname__ = how.name
+        # Before 1.14 the trainer asks inspect whether to await: this has what it knows a function by.
+        call = type(self).__call__
+        self.__code__, self.__defaults__, self.__kwdefaults__ = call.__code__, None, call.__kwdefaults__
+        self._counter = counter_of(pool)
+        self._threads = ThreadPoolExecutor(how.concurrency, thread_name_prefix="rlsandbox-reward")
+        self._busy = threading.Lock()
+        self._calls = 0
+
+    def __reduce__(self) -> Any:
+        return _connected, (self.pool.ref, self.plain, self.known, self.how)
+
+    async def __call__(
+        self, *, prompts: Sequence[Any], completions: Sequence[Any], **row: Any
+    ) -> list[float | None]:
+        with self._busy:
+            self._calls += 1
+            batch = f"{self.how.name}-{self._calls}"
+        ids = row.get("task_id") or [None] * len(completions)
+        step = getattr(row.get("trainer_state"), "global_step", self._calls)
+        clock = BatchClock(self.pool.metrics.batch)
+        groups: dict[str, str] = {}
+        loop = asyncio.get_running_loop()
+        try:
+            rows = [
+                (_group(groups, prompt, task_id, step), batch, clock, task_id, said)
+                for prompt, task_id, said in zip(prompts, ids, completions, strict=True)
+            ]
+            with self.pool.metrics.idle.blocked():
+                found = await asyncio.gather(
+                    *(loop.run_in_executor(self._threads, self._scored, *one) for one in rows)
+                )
+        finally:
+            clock.close()
+        self.missing = [broken for _, broken in found]
+        return [value for value, _ in found]
+
+    def _scored(
+        self, group: str, batch: str, clock: BatchClock, task_id: Any, completion: Any
+    ) -> tuple[float | None, bool]:
+        """The reward, and whether infrastructure broke it."""
+        task, retries = self._task_of(task_id), self.how.retries
+        episode = rls.Episode(self.pool, task, group=group, batch=batch, retries=retries, clock=clock)
+        try:
+            code = self.how.answer(text_of(completion))
+            if code is None:
+                episode.complete(value="no code", reward=0.0)
+                self._counter.ended(completed=True, expected=True, reward=0.0)
+                return 0.0, False
+            return self._score(episode, code)
+        except BaseException:
+            episode.cancel("the reward function was left")
+            raise
+
+    def _task_of(self, task_id: Any) -> rls.Task:
+        if self.known is None:
+            return self.plain
+        task = self.known.get(task_id)
         if task is None:
             raise ConfigError(
                 f"no task is called {task_id!r}", hint="the dataset's column task_id says which"
             )
         assert task.grader is not None
-        return replace(task, grader=replace(task.grader, timeout=min(timeout, task.grader.timeout)))
+        return replace(task, grader=replace(task.grader, timeout=min(self.how.timeout, task.grader.timeout)))
 
-    def score(episode: rls.Episode, code: str) -> tuple[float | None, bool]:
-        """The reward, and whether infrastructure broke it."""
+    def _score(self, episode: rls.Episode, code: str) -> tuple[float | None, bool]:
         while True:
             try:
-                episode.begin(timeout=claim_timeout).write_file(path, code)
+                episode.begin(timeout=self.how.claim_timeout).write_file(self.how.path, code)
                 reward = episode.grade().reward
                 if reward is not None and not math.isfinite(reward):
                     raise ValueError(f"the grader's reward is {reward}, not a finite number")
@@ -118,53 +179,17 @@ def sandbox_reward(
                     if episode.may_retry:  # nothing is lost: the code is all there was
                         continue
                     episode.fail()
-                counter.ended(completed=False, expected=True, reward=None)
+                self._counter.ended(completed=False, expected=True, reward=None)
                 return None, True
             episode.complete()
-            counter.ended(completed=True, expected=True, reward=reward)
+            self._counter.ended(completed=True, expected=True, reward=reward)
             return reward, False
 
-    def scored(group: str, batch: str, clock: BatchClock, task_id: Any, completion: Any) -> Any:
-        task = task_of(task_id)
-        episode = rls.Episode(pool, task, group=group, batch=batch, retries=retries, clock=clock)
-        try:
-            code = answer(text_of(completion))
-            if code is None:
-                episode.complete(value="no code", reward=0.0)
-                counter.ended(completed=True, expected=True, reward=0.0)
-                return 0.0, False
-            return score(episode, code)
-        except BaseException:
-            episode.cancel("the reward function was left")
-            raise
 
-    async def reward(*, prompts: Sequence[Any], completions: Sequence[Any], **row: Any) -> list[float | None]:
-        nonlocal calls
-        with busy:
-            calls += 1
-            batch = f"{name}-{calls}"
-        ids = row.get("task_id") or [None] * len(completions)
-        step = getattr(row.get("trainer_state"), "global_step", calls)
-        clock = BatchClock(pool.metrics.batch)
-        groups: dict[str, str] = {}
-        loop = asyncio.get_running_loop()
-        try:
-            rows = [
-                (_group(groups, prompt, task_id, step), batch, clock, task_id, said)
-                for prompt, task_id, said in zip(prompts, ids, completions, strict=True)
-            ]
-            with pool.metrics.idle.blocked():
-                found = await asyncio.gather(*(loop.run_in_executor(threads, scored, *one) for one in rows))
-        finally:
-            clock.close()
-        made.missing = [broken for _, broken in found]
-        return [value for value, _ in found]
-
-    made: Any = reward
-    made.__name__ = made.__qualname__ = name
-    made.missing = []
-    result: RewardFunction = made
-    return result
+def _connected(
+    ref: rls.PoolRef, plain: rls.Task, known: dict[str, rls.Task] | None, how: _How
+) -> RewardFunction:
+    return RewardFunction(connected(ref), plain, known, how)
 
 
 def _group(groups: dict[str, str], prompt: Any, task_id: Any, step: Any) -> str:

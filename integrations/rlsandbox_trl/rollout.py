@@ -372,5 +372,10 @@ class Rollout:
         self._count(completed=False, reward=None)
 
 
-def no_sandbox() -> SandboxStateError:
-    return SandboxStateError("this rollout has no sandbox", hint="it broke, has ended, or was never reset")
+class NoSandboxError(SandboxStateError, AttributeError):
+    """There is none at present. An AttributeError too: whoever looks through an environment's attributes, as
+    some versions of the trainer do, finds it absent."""
+
+
+def no_sandbox() -> NoSandboxError:
+    return NoSandboxError("this rollout has no sandbox", hint="it broke, has ended, or was never reset")

@@ -11,16 +11,19 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import rlsandbox as rls
+from rlsandbox.config import load_config
 from rlsandbox.errors import ConfigError
 from rlsandbox.metrics import BatchClock
 
 from . import versions
 from .environment import SandboxEnvironment
-from .ranks import local_processes, shared_pool
+from .ranks import connected, local_processes, shared_pool
 from .tally import Counter, counter_of
 
 GRADING = 64
 """Rollouts that are graded at once."""
+SPARE = 8
+"""One sandbox more for so many rollouts, in which the next tasks' setups run meanwhile."""
 TOOLS = ("shell", "read_file", "write_file", "submit")
 
 
@@ -129,6 +132,7 @@ class SandboxTraining:
         from .missing import leave_out_missing
         from .parallel import parallel_tools
 
+        versions.require_own_rollouts(trainer)
         self._check_room(trainer)
         parallel_tools(trainer, serial=serial)
         look_ahead(trainer, self)
@@ -143,14 +147,25 @@ class SandboxTraining:
             most = max(most, args.per_device_eval_batch_size)
         if self._own:
             most *= local_processes()  # they share it
-        if self._own and not self._pool_kwargs.get("size") and self._pool is None:
-            self._pool_kwargs["size"] = most
+        if self._own and self._pool is None:
+            self._pool_kwargs |= self._sizes(most)
         if self.pool.max_size < most:
             # A rollout keeps its sandbox until the whole batch is graded: the rest would wait for ever.
             raise ConfigError(
                 f"{most} rollouts are generated at once, the pool may have {self.pool.max_size} sandboxes",
                 hint=f"size={most}, or max_size={most}",
             )
+
+    def _sizes(self, most: int) -> dict[str, int]:
+        """What nobody has said of the size of a pool of its own, when *most* rollouts are made at once."""
+        given = {name: self._pool_kwargs.get(name) for name in ("size", "max_size")}
+        said = load_config(self._pool_kwargs.get("config"), self._pool_kwargs.get("profile"), given).pool
+        if said.size is not None:
+            return {}
+        if said.max_size is not None:
+            return {"size": min(most, said.max_size)}
+        layers = any(task.setup is not None or task.files for task in self.tasks.values())
+        return {"size": most, "max_size": most + (max(1, most // SPARE) if layers else 0)}
 
     # ------------------------------------------------------------------ for environments
 
@@ -236,7 +251,7 @@ def _connected(
     ref: rls.PoolRef,
     options: dict[str, Any],
 ) -> SandboxTraining:
-    pool = rls.Pool.connect(ref)
+    pool = connected(ref)
     return SandboxTraining(tasks, pool=pool, tools=tools, environment=environment, **options)
 
 

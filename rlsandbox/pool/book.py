@@ -145,7 +145,8 @@ class Book:
         self.actions.append(Grant(claim.id, member.id))
 
     def reset(self, member: PoolMember, layer: str | None) -> None:
-        self.counters.resets += 1
+        self.counters.resets += member.used
+        self.counters.relayered += not member.used
         member.prepared_from = self.now
         self.put(member, State.RESETTING, target=layer)
         self.actions.append(Reset(member.id, layer))

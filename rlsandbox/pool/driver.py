@@ -368,6 +368,8 @@ class Driver(Watching):
 
     async def _reset(self, name: str, layer: str | None) -> None:
         held = self.held[name]
+        member = self.core.members.get(name)
+        used = member is not None and member.used
         started = self._loop.time()
         try:
             async with asyncio.timeout(self.deadlines.reset):
@@ -384,7 +386,8 @@ class Driver(Watching):
             self.tell(self.core.lost, name, cause)
             return
         if self._metrics is not None:
-            self._metrics.reset.add(put_back - started)
+            if used:  # else it was clean, and only its layer changed
+                self._metrics.reset.add(put_back - started)
             self._metrics.verify.add(self._loop.time() - put_back)
         if residue:
             shown = ", ".join(f"{r.kind} {r.what}" for r in residue[:5])

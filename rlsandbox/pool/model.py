@@ -276,6 +276,9 @@ class Counters:
     dispose_failed: int = 0
     recycled: int = 0
     resets: int = 0
+    """Used members that were to be put back."""
+    relayered: int = 0
+    """Clean members that were put onto another layer, after priming it or for a claim that needs it."""
     reset_failed: int = 0
     primed: int = 0
     prime_failed: int = 0

@@ -92,7 +92,7 @@ class Outcomes(Book):
         self.layers.add(layer, member.spec, size, self.now)
         member.layers.add(layer)
         if member.state is State.PRIMING:
-            self.counters.resets += 1
+            self.counters.relayered += 1
             self.put(member, State.RESETTING, target=matching.next_layer(self, member, prefer=layer))
             self.actions.append(Reset(member.id, member.target))
         self._settle()

@@ -23,7 +23,8 @@ class PoolStats(Counters):
         creating, resetting, priming, terminating: members on their way.
         stuck: ``{member: seconds}`` of removals that do not end; they count against the ceiling.
         quarantined: members in which verification found residue; ``residue``: the last few, in words.
-        recycled: members that were used, put back and verified; ``warm_hits``: claims served at once.
+        resets: members that were used and are put back; ``recycled``: those of them that were verified clean.
+        relayered: clean members put onto another layer; ``warm_hits``: claims served at once.
         failing: ``{spec: why}`` of specs that keep failing.
         specs: ready, claimed and waiting by spec.
         layers, layer_bytes: primed layers and snapshots that are kept.

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from rlsandbox.errors import UnsupportedError
 from rlsandbox.hooks import Residue, plugin_manager
 from rlsandbox.keeper import build
 from rlsandbox.reset.baseline import take_baseline
 from rlsandbox.reset.runner import run_reset, run_verify
+from tests.support.keepers import leaving_out
 from tests.support.place import Place, local, place
 
 PY = "python3 -c '{}'"
@@ -36,16 +36,10 @@ STEPS = {
 
 @pytest.fixture
 def leave_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Start hubs of the test build, told to leave one step out (by sh: a hub's environment is not ours)."""
+    """Start hubs of the test build, told to leave one step out."""
 
     def chosen(step: str) -> None:
-        script = tmp_path / "keeper"
-        try:
-            keeper = build.keeper_binary(variant="skip")
-        except UnsupportedError as error:
-            pytest.skip(f"the test build of the keeper cannot be made here: {error}")
-        script.write_text(f'#!/bin/sh\nRLS_SKIP={step} exec {keeper} "$@"\n')
-        script.chmod(0o755)
+        script = leaving_out(step, tmp_path)
         monkeypatch.setattr("rlsandbox.backends.local.hubs.keeper_binary", lambda: script)
 
     return chosen

@@ -1,4 +1,4 @@
-"""The keepers of this process's pools, seen from the host: for tests that kill them."""
+"""The keepers of this process's pools, seen from the host: for tests that kill them, or want a bad one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,26 @@ import os
 import signal
 import time
 from pathlib import Path
+
+
+def leaving_out(step: str, place: Path) -> Path:
+    """A keeper of the test build whose resets leave one *step* out: a program in *place*.
+
+    A hub's environment is not its client's, so sh tells it.
+    """
+    import pytest
+
+    from rlsandbox.errors import UnsupportedError
+    from rlsandbox.keeper import build
+
+    try:
+        keeper = build.keeper_binary(variant="skip")
+    except UnsupportedError as error:
+        pytest.skip(f"the test build of the keeper cannot be made here: {error}")
+    script = place / "keeper"
+    script.write_text(f'#!/bin/sh\nRLS_SKIP={step} exec {keeper} "$@"\n')
+    script.chmod(0o755)
+    return script
 
 
 def keeper_above(command: str, owner: int | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import os
 import signal
@@ -20,7 +21,7 @@ from transformers import TrainerCallback
 import rlsandbox as rls
 from rlsandbox.ledger import reading
 from rlsandbox.ledger.report import Report
-from tests.support.keepers import keeper_of
+from tests.support.keepers import keeper_of, leaving_out
 from tests.support.small_disk import fill, small_disk
 
 NAPS = itertools.count(73_000)
@@ -170,31 +171,51 @@ def test_when_all_claims_of_a_step_time_out_it_is_skipped_and_training_goes_on(
     assert len(failed) == 4 and {r.failure.kind for r in failed if r.failure} == {"claim_timeout"}
 
 
-class Finds:
-    """A verifier that finds something in the first sandbox that it looks at after a rollout."""
+class Looking(SandboxEnvironment):
+    """Its tool tells what lay there before, and who looked."""
 
-    left = 1
+    seen: list[tuple[str, str]] = []  # noqa: RUF012
 
-    @rls.hookimpl
-    def rlsandbox_verify(self, inspector: rls.Inspector) -> list[rls.Residue]:
-        changed = any(info.name.endswith("answer.txt") for info in inspector.changed())
-        if self.left:
-            self.left -= 1
-            return [rls.Residue("file", "/work/answer.txt", f"left behind: {changed}")]
-        return []
+    def write_file(self, path: str, content: str) -> str:
+        """Write.
+
+        Args:
+            path: The file.
+            content: The text.
+
+        Returns:
+            str: A confirmation.
+        """
+        self.seen.append((self._sandbox.id, self._sandbox.run("cat answer.txt 2>/dev/null").text))
+        self._sandbox.write_file(path, content or "-")
+        return "written"
 
 
-def test_a_reset_that_finds_residue_is_counted_and_training_goes_on(example: Any, make_trainer: Any) -> None:
-    finds = Finds()
-    finds.left = 0
-    sandboxes = SandboxTraining(example.tasks(4), tools=["write_file"], size=4, plugins=[finds])
-    trainer = make_trainer(sandboxes)
-    trainer.add_callback(During(lambda step: setattr(finds, "left", int(step == 0))))
+def test_a_reset_that_leaves_something_costs_the_sandbox_and_no_rollout(
+    example: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A keeper whose resets leave the files where they are: verification finds them, each time."""
+    keeper = leaving_out("upper", tmp_path)
+    monkeypatch.setattr("rlsandbox.backends.local.hubs.keeper_binary", lambda: keeper)
+    monkeypatch.setattr(Looking, "seen", [])
+    # Without a layer: this keeper could not seal one.
+    tasks = [dataclasses.replace(task, workdir=None) for task in example.tasks(4)]
+    sandboxes = SandboxTraining(tasks, environment=Looking, tools=[], size=4)
+    trainer = make_trainer(sandboxes, max_steps=3)
+    residue: list[str] = []
+    trainer.add_callback(During(lambda n: residue.extend(sandboxes.pool.stats().residue)))
     seen = rewards_of(trainer)
     trainer.train()
     assert not any(batch.isnan().any() for batch in seen)
-    assert sum(entry["sandbox/quarantined"] for entry in logs(trainer)) == 1
-    assert sandboxes._pool.report().completed == 8
+    steps = logs(trainer)
+    assert [entry["sandbox/coverage"] for entry in steps] == [1.0] * 3
+    assert sum(entry["sandbox/quarantined"] for entry in steps) >= 4  # those of the last step may come later
+    assert all(entry["sandbox/recycled"] == 0 for entry in steps)
+    assert any("answer.txt" in what for what in residue), residue
+    used = [sandbox for sandbox, _ in Looking.seen]
+    assert len(used) == len(set(used)) == 12, "a sandbox in which something was left was used again"
+    assert {before for _, before in Looking.seen} == {""}
+    assert sandboxes._pool is not None and sandboxes._pool.report().completed == 12
 
 
 def test_a_tool_that_raises_is_that_rollouts_own_affair(fragile: Any, make_trainer: Any) -> None:

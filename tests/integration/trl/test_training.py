@@ -189,7 +189,7 @@ def test_an_exception_closes_the_pool(example: Any, make_trainer: Any) -> None:
 
 def test_another_version_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "version", lambda name: "0.9.0")
-    with pytest.raises(UnsupportedError, match=r"supports trl>=1.16,<1.17, not trl 0.9.0"):
+    with pytest.raises(UnsupportedError, match=r"supports trl>=1.12,<1.17, not trl 0.9.0"):
         SandboxTraining([rls.Task(id="a")])
 
 
@@ -284,3 +284,73 @@ def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_tra
     trainer.train()
     assert missed[0] > 0 and missed[-1] == missed[0]  # the claims of steps two and three have missed nothing
     assert pool.report().completed == 12
+    # Put back is what was used: not what was primed, nor what was moved to another layer.
+    assert sum(entry["sandbox/resets"] for entry in logs(trainer)) == 12
+
+
+def test_a_full_pool_makes_ready_while_the_model_is_trained(example: Any, make_trainer: Any) -> None:
+    """No sandbox is free while a batch is generated; what comes next is primed as soon as they come back."""
+    tasks = example.tasks(6, setup="true")
+    sandboxes = SandboxTraining(tasks, tools=["write_file"], size=4, max_size=4)
+    trainer = make_trainer(sandboxes, max_steps=3)
+    pool, plain, missed = sandboxes.pool, trainer.compute_loss, []
+
+    def long_one(*args: Any, **kwargs: Any) -> Any:
+        ready = min(6, 2 * (trainer.state.global_step + 2))
+        until = time.monotonic() + 60
+        while pool.stats().primed < ready:
+            assert time.monotonic() < until, pool.stats()
+            time.sleep(0.01)
+        missed.append(pool.stats().layer_misses)
+        return plain(*args, **kwargs)
+
+    trainer.compute_loss = long_one
+    trainer.train()
+    assert missed[0] > 0 and missed[-1] == missed[0]
+    assert pool.report().completed == 12
+
+
+SIZES = [
+    ({}, {}, 16, 18),  # two more, for the setups of what comes next
+    ({"setup": None}, {}, 16, 16),
+    ({"size": 20}, {}, 20, 20),
+    ({"max_size": 24}, {}, 16, 24),
+    ({"max_size": 9}, {}, 9, 9),
+    ({}, {"SIZE": "20"}, 20, 20),
+    ({}, {"MAX_SIZE": "24"}, 16, 24),
+    ({}, {"SIZE": "8", "MAX_SIZE": "24"}, 8, 24),
+    ({"size": 20}, {"SIZE": "8"}, 20, 20),
+    ({"config": False}, {"SIZE": "8"}, 16, 18),
+]
+
+
+@pytest.mark.parametrize(("given", "variables", "size", "most"), SIZES)
+def test_the_size_is_what_was_said_by_whoever_comes_first(
+    example: Any, monkeypatch: pytest.MonkeyPatch, given: Any, variables: Any, size: int, most: int
+) -> None:
+    """Arguments before variables before files, as for every pool; the batch's only where nobody said one."""
+    for name, value in variables.items():
+        monkeypatch.setenv(f"RLSANDBOX_POOL_{name}", value)
+    options = {"setup": "true", **given}
+    tasks = example.tasks(1, setup=options.pop("setup"))
+    sandboxes = SandboxTraining(tasks, **options)
+    sandboxes._pool_kwargs |= sandboxes._sizes(16)
+    with sandboxes.pool as pool:
+        assert (pool.size, pool.max_size) == (size, most)
+
+
+def test_a_size_from_a_file_holds_under_the_trainer(
+    example: Any, make_trainer: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "team.toml"
+    file.write_text("[pool]\nsize = 6\n")
+    monkeypatch.setenv("RLSANDBOX_CONFIG", str(file))
+    sandboxes = SandboxTraining(example.tasks(2), tools=["write_file"])
+    make_trainer(sandboxes, max_steps=1)
+    with sandboxes.pool as pool:
+        assert (pool.size, pool.max_size) == (6, 6)
+    monkeypatch.setenv("RLSANDBOX_POOL_SIZE", "3")
+    small = SandboxTraining(example.tasks(2), tools=["write_file"])
+    with pytest.raises(ConfigError, match="4 rollouts are generated at once, the pool may have 3"):
+        make_trainer(small)
+    small.pool.close()
