@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..spec import Spec
@@ -53,6 +53,10 @@ class Member:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
+Tell = Callable[[str, str, str], object]
+"""Told of a member: its id, what is so now (see :meth:`Backend.listen`), why."""
+
+
 class Backend(ABC):
     """Where sandboxes live. All methods are called on the pool's event loop and must be cancel-safe."""
 
@@ -91,6 +95,13 @@ class Backend(ABC):
         one that cannot be met is no failure.
         """
         return ()
+
+    def listen(self, tell: Tell) -> None:  # noqa: B027 - a place that never tells
+        """Tell the pool what becomes of members' places. *tell* is called on the event loop with
+
+        - ``away``: nothing is heard of it; it is handed to nobody, and is not lost either; ``back``: it is;
+        - ``leaving``: it is being cleared, so the member's episode is its last; ``staying``: no longer.
+        """
 
     async def give_layer(self, layer: str, member: Member) -> bool:
         """Make a sealed layer of any member available in *member*; False when that cannot be.

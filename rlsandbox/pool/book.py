@@ -158,7 +158,10 @@ class Book:
         member.layer = layer
         self.layers.stand(layer, +1)
         member.retry_at = self.now + self.config.idle_timeout_s * self.rng.uniform(0.9, 1.1)
-        self.put(member, State.IDLE)
+        if member.unwanted:
+            self.leave(member, member.unwanted)
+        else:
+            self.put(member, State.AWAY if member.doubt else State.IDLE)
 
     def leave(self, member: PoolMember, reason: str) -> None:
         member.reason = reason
@@ -218,6 +221,8 @@ class Book:
             room.idle_n -= 1
         elif state is State.CLAIMED:
             room.claimed -= 1
+        elif state is State.AWAY:
+            room.away -= 1
         elif state is State.CREATING:
             room.creating -= 1
         elif state is State.LEAVING:
@@ -241,6 +246,8 @@ class Book:
             room.idle_n += 1
         elif state is State.CLAIMED:
             room.claimed += 1
+        elif state is State.AWAY:
+            room.away += 1
         elif state is State.CREATING:
             room.creating += 1
         elif state is State.LEAVING:

@@ -115,8 +115,11 @@ class Core(Outcomes):
         if member is None or member.state is not State.CLAIMED:
             return  # given back before; or it died, or the pool was closed: then it is leaving
         self.counters.released += 1
-        if discard:
-            self.leave(member, "discarded")
+        if discard or member.unwanted:
+            self.leave(member, "discarded" if discard else member.unwanted)
+        elif member.doubt:
+            self.unclaim(member)
+            self.put(member, State.AWAY)  # reset once its place is heard of again
         else:
             self.unclaim(member)
             if spending.wanted_elsewhere(self, self.specs[member.spec]):

@@ -347,6 +347,17 @@ class Driver(Watching):
         if held is not None and not self.core.closing:
             self.tell(self.core.lost, name, Cause.of(error))
 
+    def _heard(self, name: str, what: str, why: str) -> None:
+        """The backend says what is so with a member's place."""
+        core = self.core
+        match what:
+            case "away":
+                self.tell(lambda now: core.doubted(name, why, now))
+            case "back":
+                self.tell(core.trusted, name)
+            case "leaving" | "staying":
+                self.tell(lambda now: core.unwanted(name, why if what == "leaving" else "", now))
+
     async def _prime(self, name: str, layer: str) -> None:
         held, task = self.held[name], self.tasks[layer]
         started = self._loop.time()
@@ -456,6 +467,7 @@ class Driver(Watching):
 
     def start(self) -> None:
         """Begin to fill the pool."""
+        self.backend.listen(self._heard)
         self.tell(self.core.tick)
         self._spawn(self.look_for_strays(), "look for strays")
 

@@ -228,6 +228,8 @@ def why(core: Book, claim: PoolClaim) -> str:
         parts.append(f"{room.creating} being made")
     if room.preparing_n:
         parts.append(f"{room.preparing_n} being reset or primed")
+    if room.away:
+        parts.append(f"{room.away} on nodes of which nothing is heard")
     if core.live >= config.ceiling:
         stuck = len(core.stuck())
         gone = f"{n[State.LEAVING]} terminating" + (f", {stuck} of them stuck" if stuck else "")

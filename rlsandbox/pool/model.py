@@ -69,6 +69,8 @@ class State(Enum):
     PRIMING = "priming"
     RESETTING = "resetting"
     CLAIMED = "claimed"
+    AWAY = "away"
+    """Nothing is heard of its place: it may come back, and is handed to nobody until then."""
     LEAVING = "leaving"
 
 
@@ -91,6 +93,10 @@ class PoolMember:
     layer_shelf: str | None = None
     """The layer under which it is kept ready."""
     claim: int | None = None
+    doubt: str = ""
+    """Why it is handed to nobody at present; empty: it may be."""
+    unwanted: str = ""
+    """Why it is not used again (its place is being cleared)."""
     reason: str = ""
     asked_to_leave: bool = False
     leave_attempts: int = 0
@@ -121,7 +127,7 @@ class SpecState:
     """What the core knows about one spec."""
 
     __slots__ = (
-        "ahead", "breaker", "claimed", "creating", "digest", "early", "expected", "idle", "idle_n", "leaving",
+        "ahead", "away", "breaker", "claimed", "creating", "digest", "early", "expected", "idle", "idle_n", "leaving",
         "need_key", "preparing", "preparing_n", "priming", "queue", "recent", "recent_n", "short",
     )  # fmt: skip
 
@@ -131,6 +137,7 @@ class SpecState:
         self.idle: dict[str | None, dict[str, PoolMember]] = {}
         self.idle_n = 0
         self.creating = 0
+        self.away = 0
         self.preparing: dict[str | None, int] = {}
         """Members on their way to a layer, by that layer."""
         self.preparing_n = 0

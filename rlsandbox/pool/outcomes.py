@@ -177,9 +177,9 @@ class Outcomes(Book):
             self.counters.died_preparing += 1
             self.prime_failed(member_id, cause, now, alive=False)
             return
-        if member.state is State.IDLE:
+        if member.state in (State.IDLE, State.AWAY):
             self.counters.died_idle += 1
-            if not member.used and self.now - member.made_at < self.config.young_s:
+            if member.state is State.IDLE and not member.used and self.now - member.made_at < self.config.young_s:
                 self._died_young(member, cause)
         elif member.state is State.CLAIMED:
             self.counters.died_claimed += 1
@@ -193,6 +193,41 @@ class Outcomes(Book):
         self.leave(member, cause.message)
         if fresh:
             self._never_ready(member, layer, cause)
+        self._settle()
+
+    def doubted(self, member_id: str, why: str, now: float) -> None:
+        """Nothing is heard of the member's place. It is handed to nobody, and has not failed either."""
+        self.clock(now)
+        member = self.members.get(member_id)
+        if member is None:
+            return
+        member.doubt = why
+        if member.state is State.IDLE:
+            self.note("away", member, why)
+            self.put(member, State.AWAY)
+        self._settle()
+
+    def trusted(self, member_id: str, now: float) -> None:
+        """Its place is back: it is reset and verified before anybody gets it."""
+        self.clock(now)
+        member = self.members.get(member_id)
+        if member is None:
+            return
+        member.doubt = ""
+        if member.state is State.AWAY:
+            self.reset(member, matching.next_layer(self, member))
+        self._settle()
+
+    def unwanted(self, member_id: str, why: str, now: float) -> None:
+        """The member's place is being cleared (*why*; empty: no longer): its episode is its last."""
+        self.clock(now)
+        member = self.members.get(member_id)
+        if member is None:
+            return
+        member.unwanted = why
+        if why and member.state in (State.IDLE, State.AWAY):
+            self.counters.moved += 1
+            self.leave(member, why)
         self._settle()
 
     def _died_young(self, member: PoolMember, cause: Cause) -> None:

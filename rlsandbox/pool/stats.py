@@ -20,6 +20,7 @@ class PoolStats(Counters):
     Args:
         size: members to be kept ready; ``max_size``: the ceiling; ``live``: members of any state.
         ready: clean and free; ``claimed``: lent; ``waiting``: claims without a sandbox.
+        away: members of whose place nothing is heard: handed to nobody, not lost either.
         creating, resetting, priming, terminating: members on their way.
         stuck: ``{member: seconds}`` of removals that do not end; they count against the ceiling.
         quarantined: members in which verification found residue; ``residue``: the last few, in words.
@@ -43,6 +44,7 @@ class PoolStats(Counters):
     resetting: int
     priming: int
     terminating: int
+    away: int
     stuck: dict[str, float]
     expected: int
     layers: int
@@ -91,6 +93,7 @@ def stats_of(
         resetting=n[State.RESETTING],
         priming=n[State.PRIMING],
         terminating=n[State.LEAVING],
+        away=n[State.AWAY],
         stuck={m.id: round(now - m.since, 1) for m in core.stuck()},
         expected=sum(room.expected_n for room in core.specs.values()),
         layers=len(core.layers),

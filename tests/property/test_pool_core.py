@@ -69,6 +69,8 @@ class World(RuleBasedStateMachine):
         self.clean: set[str] = set()
         self.strays: set[str] = set()
         self.gone: list[str] = []
+        self.away: set[str] = set()
+        self.cleared: set[str] = set()
         self.waiting: dict[int, Any] = {}
         self.held: dict[int, str] = {}
         self.ended: Counter[int] = Counter()
@@ -113,6 +115,8 @@ class World(RuleBasedStateMachine):
                     asked = self.waiting.pop(claim)
                     assert member in self.exists
                     assert member in self.clean, "handed over dirty"
+                    assert member not in self.away, "handed over although nothing is heard of it"
+                    assert member not in self.cleared, "handed over although its place is being cleared"
                     assert self.on[member] == asked.layer
                     self.clean.discard(member)
                     self.held[claim] = member
@@ -406,6 +410,32 @@ class World(RuleBasedStateMachine):
         """Idle, claimed, in reset, while it is primed."""
         self.die(data.draw(st.sampled_from(sorted(self.exists))))
 
+    @precondition(lambda self: self.core.members)
+    @rule(data=st.data())
+    def its_place_is_not_heard_of(self, data) -> None:  # type: ignore[no-untyped-def]
+        member = data.draw(st.sampled_from(sorted(self.core.members)))
+        self.away.add(member)
+        self.core.doubted(member, "its node is not ready", self.now)
+        assert self.core.members[member].state is not State.IDLE
+        self.carry_out()
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def its_place_is_heard_of_again(self, data) -> None:  # type: ignore[no-untyped-def]
+        member = data.draw(st.sampled_from(sorted(self.away)))
+        self.away.discard(member)
+        self.core.trusted(member, self.now)
+        self.carry_out()
+
+    @precondition(lambda self: self.core.members)
+    @rule(data=st.data(), cleared=st.booleans())
+    def its_place_is_cleared(self, data, cleared) -> None:  # type: ignore[no-untyped-def]
+        member = data.draw(st.sampled_from(sorted(self.core.members)))
+        (self.cleared.add if cleared else self.cleared.discard)(member)
+        self.core.unwanted(member, "its node is being drained" if cleared else "", self.now)
+        assert not cleared or self.core.members[member].state not in (State.IDLE, State.AWAY)
+        self.carry_out()
+
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.2, 1.0, 5.0, 30.0, 400.0, 1e6]))
     def time_passes(self, seconds) -> None:  # type: ignore[no-untyped-def]
         self.now += seconds
@@ -471,6 +501,10 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "core"):
             return
+        for member in sorted(self.away):
+            self.away.discard(member)
+            self.core.trusted(member, self.now)
+            self.carry_out()
         self.calm = True
         self.until_nobody_waits()
         for name in list(self.snapshots):
@@ -531,6 +565,7 @@ def check_books(core: Core) -> None:
             assert all(m.layer == layer and m.state is State.IDLE for m in shelf.values())
         assert room.creating == states[State.CREATING]
         assert room.claimed == states[State.CLAIMED]
+        assert room.away == states[State.AWAY]
         assert room.leaving == states[State.LEAVING]
         preparing = Counter(m.target for m in mine if m.state in (State.PRIMING, State.RESETTING))
         assert room.preparing == dict(preparing)
