@@ -91,6 +91,8 @@ async def _check(name: str, context: str | None, namespace: str | None) -> list[
 
 
 @command.command()
-def rbac() -> None:
+@click.option("--nodes", is_flag=True, help="The right to look at nodes, which is of the whole cluster.")
+def rbac(nodes: bool) -> None:
     """The least rights that a run needs, as YAML."""
-    click.echo(resources.files("rlsandbox").joinpath("backends/kubernetes/rbac.yaml").read_text(), nl=False)
+    name = "rbac-nodes.yaml" if nodes else "rbac.yaml"
+    click.echo(resources.files("rlsandbox").joinpath(f"backends/kubernetes/{name}").read_text(), nl=False)

@@ -127,8 +127,8 @@ class SpecState:
     """What the core knows about one spec."""
 
     __slots__ = (
-        "ahead", "away", "breaker", "claimed", "creating", "digest", "early", "expected", "idle", "idle_n", "leaving",
-        "need_key", "preparing", "preparing_n", "priming", "queue", "recent", "recent_n", "short",
+        "ahead", "away", "breaker", "claimed", "creating", "digest", "early", "expected", "idle", "idle_n",
+        "leaving", "need_key", "preparing", "preparing_n", "priming", "queue", "recent", "recent_n", "short",
     )  # fmt: skip
 
     def __init__(self, digest: str, breaker: Breaker, early: Breaker) -> None:

@@ -179,7 +179,11 @@ class Outcomes(Book):
             return
         if member.state in (State.IDLE, State.AWAY):
             self.counters.died_idle += 1
-            if member.state is State.IDLE and not member.used and self.now - member.made_at < self.config.young_s:
+            if (
+                member.state is State.IDLE
+                and not member.used
+                and self.now - member.made_at < self.config.young_s
+            ):
                 self._died_young(member, cause)
         elif member.state is State.CLAIMED:
             self.counters.died_claimed += 1

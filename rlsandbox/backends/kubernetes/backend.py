@@ -14,18 +14,21 @@ from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxErro
 from ...keeper.build import machine
 from ...keeper.durable import Durable
 from ...spec import Spec
-from ..base import Backend, Capabilities, Member
+from ..base import Backend, Capabilities, Member, Tell
 from . import failures, manifests, names
 from .api import JSON, Api
 from .cluster import Cluster, default_run
 from .exec import ExecStream
 from .manifests import MODES, Allowed, Shape
+from .nodes import pod_state
 from .watch import condition
 
 log = logging.getLogger("rlsandbox.kubernetes")
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIFETIME_S = 86400.0
+SLOW_S = 5.0
+"""A sandbox that takes longer to start is looked after."""
 
 
 @dataclass
@@ -49,6 +52,10 @@ class _Place:
     verdict: str = ""
     """The kind of the verdict that the timer waits for."""
     leaving: bool = False
+    told: str = ""
+    """What the pool was told of its place: ``away``, ``leaving``, or nothing."""
+    wish: str = ""
+    """The node that it should be on."""
 
 
 class Kubernetes(Backend):
@@ -129,6 +136,7 @@ class Kubernetes(Backend):
         self._named: str | None = None
         self._requests: Mapping[str, int] = {}
         """When it was closed."""
+        self._tell: Tell | None = None
 
     def __repr__(self) -> str:
         where = (
@@ -158,7 +166,7 @@ class Kubernetes(Backend):
                     named = self._template is not None or self._warm_pool is not None
                     cluster = await Cluster.open(
                         api, self._run, self._shape, mode=self._mode, named=named,
-                        on_claim=self._on_claim, on_pod=self._on_pod,
+                        on_claim=self._on_claim, on_pod=self._on_pod, on_node=self._on_node,
                     )  # fmt: skip
                     if not named:
                         await (
@@ -190,18 +198,18 @@ class Kubernetes(Backend):
     # -- members -------------------------------------------------------------------------------------
 
     async def provision(
-        self, spec: Spec, *, member: str, labels: Mapping[str, str], deadline: float
+        self, spec: Spec, *, member: str, labels: Mapping[str, str], deadline: float, node: str = ""
     ) -> Member:
         loop = asyncio.get_running_loop()
         name = names.dns_label(f"rls-{self._run}-{member}")
-        place = _Place(member, name, spec, dict(labels), loop.create_future())
+        place = _Place(member, name, spec, dict(labels), loop.create_future(), wish=node)
         try:
             async with asyncio.timeout(deadline):
                 cluster = await self._get()
                 body, path = await self._body(cluster, place)
                 self._places[member] = self._by_name[name] = place
                 await cluster.api.create(path, body, limit=deadline, throttle=True)
-                await place.ready
+                await self._until_ready(cluster, place)
         except ThrottledError:
             self._forget(place)
             raise
@@ -216,9 +224,22 @@ class Kubernetes(Backend):
             if place.timer is not None:
                 place.timer.cancel()
                 place.timer = None
-        node = self._pod(place).get("spec", {}).get("nodeName")
+        found = self._pod(place).get("spec", {}).get("nodeName")
         place.facts |= Allowed.of(spec).facts(spec)
-        return Member(id=member, node=node, facts=place.facts)
+        return Member(id=member, node=found, facts=place.facts)
+
+    async def _until_ready(self, cluster: Cluster, place: _Place) -> None:
+        while not (await asyncio.wait({place.ready}, timeout=SLOW_S))[0]:
+            try:
+                await cluster.look_again()
+            except SandboxError as error:
+                log.debug("could not look why sandbox %s takes long: %s", place.member, error)
+        try:
+            place.ready.result()
+        except SandboxError as error:
+            if error.kind == "template_gone" and self._named is None:
+                cluster.forget(place.spec)
+            raise
 
     async def _body(self, cluster: Cluster, place: _Place) -> tuple[JSON, str]:
         how: dict[str, Any] = {
@@ -226,7 +247,7 @@ class Kubernetes(Backend):
         }  # fmt: skip
         if not cluster.crds:
             return manifests.plain_pod(
-                place.name, await cluster.pod_for(place.spec), **how
+                place.name, await cluster.pod_for(place.spec, place.wish), **how
             ), cluster.paths.pods
         if self._named is not None:
             if place.spec.image is not None:
@@ -236,7 +257,7 @@ class Kubernetes(Backend):
                 )
             pool = self._named
         else:
-            pool = await cluster.pool_for(place.spec)
+            pool = await cluster.pool_for(place.spec, place.wish)
         return manifests.claim(place.name, pool, **how), cluster.paths.claims
 
     async def _late(self, place: _Place, deadline: float) -> SandboxError:
@@ -363,6 +384,16 @@ class Kubernetes(Backend):
             found.append(Member(id=id_, node=node, facts=place.facts if place is not None else {}))
         return found
 
+    def listen(self, tell: Tell) -> None:
+        self._tell = tell
+
+    def nodes(self) -> Sequence[str]:
+        """Ready, not being cleared, of the right kind; none where nodes may not be looked at."""
+        cluster = self._cluster
+        if cluster is None or cluster.nodes is None or self._named is not None:
+            return ()
+        return cluster.nodes.usable(cluster.shape)
+
     def environment(self, spec: Spec) -> Mapping[str, str]:
         return {"PATH": PATH, **self._env.get(spec.digest, {})}
 
@@ -413,6 +444,28 @@ class Kubernetes(Backend):
             return
         self._judge(place)
 
+    def _on_node(self, node: str) -> None:
+        for place in list(self._places.values()):
+            if place.ready.done() and self._pod(place).get("spec", {}).get("nodeName") == node:
+                self._whereabouts(place)
+
+    def _whereabouts(self, place: _Place) -> None:
+        """Tell the pool whether anything is heard of where it is, and whether it may stay there."""
+        if self._tell is None or self._cluster is None or place.leaving or place.ended is not None:
+            return
+        pod = self._pod(place)
+        node = pod.get("spec", {}).get("nodeName") or ""
+        state, why = self._cluster.nodes.state(node) if self._cluster.nodes is not None else ("", "")
+        if not state:
+            state, why = pod_state(pod)
+        before, place.told = place.told, state
+        if state == before:
+            return
+        if before:
+            self._tell(place.member, {"away": "back", "leaving": "staying"}[before], "")
+        if state:
+            self._tell(place.member, state, why)
+
     def _judge(self, place: _Place) -> None:
         """What follows from what the cluster says now."""
         if place.leaving:
@@ -423,6 +476,8 @@ class Kubernetes(Backend):
             died = failures.end_of_pod(pod) if pod else None
             if died is not None:
                 self._lose(place, died)
+            else:
+                self._whereabouts(place)
             return
         if (
             pod
@@ -432,6 +487,7 @@ class Kubernetes(Backend):
             place.pod = pod["metadata"]["name"]
             place.container = pod["spec"]["containers"][0]["name"]
             place.ready.set_result(None)
+            self._whereabouts(place)
             return
         verdict = failures.of_pod(pod) if pod else None
         if verdict is None and claims is not None and place.name in claims.store:

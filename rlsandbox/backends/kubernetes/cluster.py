@@ -16,10 +16,15 @@ from . import manifests, names
 from .api import JSON, Api, ApiError
 from .lease import RunLease
 from .manifests import Shape
+from .nodes import Nodes
 from .stanza import problems
+from .tidy import tidy_quietly
 from .watch import Watch
 
 log = logging.getLogger("rlsandbox.kubernetes")
+
+
+LOOK_AGAIN_S = 5.0
 
 
 class Paths:
@@ -45,11 +50,14 @@ class Cluster:
         self.api, self.shape, self.run = api, shape, run
         self.paths = Paths(api.namespace)
         self.crds = True
+        self.nodes: Nodes | None = None
         self.claims: Watch | None = None
         self.pods: Watch | None = None
         self.lease = RunLease(api, self.paths.leases, run)
-        self._made: dict[str, asyncio.Task[str]] = {}
+        self._made: dict[tuple[str, str], asyncio.Task[str]] = {}
         self._keeper: asyncio.Task[str] | None = None
+        self._tidying: asyncio.Task[None] | None = None
+        self._looked = -LOOK_AGAIN_S
 
     @classmethod
     async def open(
@@ -62,6 +70,7 @@ class Cluster:
         named: bool,
         on_claim: Callable[[str, JSON], object],
         on_pod: Callable[[str, JSON], object],
+        on_node: Callable[[str], object],
     ) -> Cluster:
         """See what there is and begin to watch it.
 
@@ -78,8 +87,11 @@ class Cluster:
         self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod)
         if self.crds:
             self.claims = Watch(api, self.paths.claims, selector=selector, changed=on_claim)
+        self.nodes = Nodes(api, on_node)
         await self.lease.begin()
         try:
+            self._tidying = asyncio.get_running_loop().create_task(tidy_quietly(api), name="rlsandbox: tidy")
+            await self.nodes.start()
             await self.pods.start()
             if self.claims is not None:
                 await self.claims.start()
@@ -91,7 +103,10 @@ class Cluster:
     async def close(self) -> None:
         for made in (*self._made.values(), *([self._keeper] if self._keeper else [])):
             made.cancel()
-        for watch in (self.claims, self.pods):
+        if self._tidying is not None:
+            self._tidying.cancel()
+            await asyncio.gather(self._tidying, return_exceptions=True)
+        for watch in (self.claims, self.pods, self.nodes):
             if watch is not None:
                 await watch.close()
         await self.lease.end()
@@ -158,18 +173,40 @@ class Cluster:
             await self.api.create(self.paths.config_maps, body)
         return name
 
-    async def pool_for(self, spec: Spec) -> str:
+    async def look_again(self) -> None:
+        """Sandboxes take long to start: the keeper's ConfigMap may have been deleted, without which none does."""
+        now = asyncio.get_running_loop().time()
+        if self._keeper is None or now - self._looked < LOOK_AGAIN_S:
+            return
+        self._looked = now
+        name = await self.keeper()
+        try:
+            await self.api.get(f"{self.paths.config_maps}/{name}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            log.warning("ConfigMap %s was deleted by somebody else: it is made again", name)
+            self._keeper = None
+            await self.keeper()
+
+    def forget(self, spec: Spec) -> None:
+        """What was made for *spec* is gone: the next sandbox makes it again."""
+        for key in [key for key in self._made if key[0] == spec.digest]:
+            del self._made[key]
+
+    async def pool_for(self, spec: Spec, node: str = "") -> str:
         """The warm pool from which sandboxes of *spec* are claimed; made once, shared by equal specs."""
-        made = self._made.get(spec.digest)
+        key = spec.digest, node
+        made = self._made.get(key)
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
-            made = self._made[spec.digest] = asyncio.get_running_loop().create_task(self._make_pool(spec))
+            made = self._made[key] = asyncio.get_running_loop().create_task(self._make_pool(spec, node))
         return await asyncio.shield(made)
 
-    async def pod_for(self, spec: Spec) -> JSON:
-        return manifests.pod_spec(spec, self.shape, await self.keeper())
+    async def pod_for(self, spec: Spec, node: str = "") -> JSON:
+        return manifests.pod_spec(spec, self.shape, await self.keeper(), node)
 
-    async def _make_pool(self, spec: Spec) -> str:
-        pod = await self.pod_for(spec)
+    async def _make_pool(self, spec: Spec, node: str) -> str:
+        pod = await self.pod_for(spec, node)
         name = f"rlsandbox-{names.digest(pod)}"
         template = manifests.template(name, pod)
         await self.api.apply(f"{self.paths.templates}/{name}", template)

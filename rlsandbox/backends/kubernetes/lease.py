@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from ...errors import SandboxError
 from . import names
 from .api import JSON, Api, ApiError
+from .tidy import PROCESS, this_process
 
 log = logging.getLogger("rlsandbox.kubernetes")
 
@@ -38,6 +39,7 @@ class RunLease:
             "metadata": {
                 "name": self.name,
                 "labels": {names.MANAGED: "true", names.RUN: self._run, names.OWNER: names.owner()},
+                "annotations": {PROCESS: this_process()},
             },
             "spec": {
                 "holderIdentity": f"{names.owner()}.{os.getpid()}",
@@ -117,6 +119,24 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
             if one.age_s >= YOUNG_S or any(_label(lease, names.RUN) == run for lease in leases):
                 found.append(one)
     return [one for one in found if one.age_s >= older_s]
+
+
+async def of_runs(api: Api, runs: set[str]) -> list[Leftover]:
+    """Everything of these runs."""
+    from .cluster import Paths
+
+    paths = Paths(api.namespace)
+    now = await server_time(api)
+    found: list[Leftover] = []
+    for kind, path in (("SandboxClaim", paths.claims), ("Pod", paths.pods), ("Lease", paths.leases)):
+        try:
+            rows = await _all(api, path)
+        except ApiError as error:
+            if kind == "SandboxClaim" and error.status == 404:
+                continue  # no CRDs
+            raise
+        found += [_leftover(kind, row, path, now) for row in rows if _label(row, names.RUN) in runs]
+    return found
 
 
 async def reap(api: Api, found: list[Leftover]) -> tuple[list[Leftover], list[Leftover]]:

@@ -106,8 +106,8 @@ def mode_of(spec: Spec, shape: Shape) -> str:
     return shape.mode
 
 
-def pod_spec(spec: Spec, shape: Shape, config_map: str) -> JSON:
-    """A pod of one container, the keeper's.
+def pod_spec(spec: Spec, shape: Shape, config_map: str, node: str = "") -> JSON:
+    """A pod of one container, the keeper's; on *node*, if that can be.
 
     Raises:
         ConfigError, UnsupportedError: it cannot be what the spec asks for.
@@ -173,6 +173,10 @@ def pod_spec(spec: Spec, shape: Shape, config_map: str) -> JSON:
     runtime = shape.gvisor_class if spec.isolation == "gvisor" else shape.runtime_class
     if runtime is not None:
         pod["runtimeClassName"] = runtime
+    if node:
+        where = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
+        wish = {"weight": 100, "preference": {"matchExpressions": [where]}}
+        pod["affinity"] = {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [wish]}}
     if shape.tolerations:
         pod["tolerations"] = [dict(row) for row in shape.tolerations]
     if shape.pull_secrets:
