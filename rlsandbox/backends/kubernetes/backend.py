@@ -27,6 +27,8 @@ log = logging.getLogger("rlsandbox.kubernetes")
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIFETIME_S = 86400.0
+COLLECTED_S = 8.0
+"""In which a pod goes whose claim has gone, usually."""
 SLOW_S = 5.0
 """A sandbox that takes longer to start is looked after."""
 
@@ -268,9 +270,13 @@ class Kubernetes(Backend):
         verdict = failures.of_pod(pod) if pod else None
         if verdict is None and self._cluster is not None and self._cluster.claims is not None:
             claim = self._cluster.claims.store.get(place.name)
+            if claim is not None and not claim.get("status"):
+                said = "no controller has taken it up: does agent-sandbox's run?"
             verdict = failures.of_claim(claim) if claim else None
             ready = condition(claim, "Ready") if claim else {}
-            said = " ".join(f"{ready.get('reason', '')}: {ready.get('message', '')}".split()).strip(": ")
+            said = said or " ".join(f"{ready.get('reason', '')}: {ready.get('message', '')}".split()).strip(
+                ": "
+            )
         if verdict is not None:
             return verdict.error
         if self._cluster is not None:
@@ -354,10 +360,30 @@ class Kubernetes(Backend):
         if not there and not self._seen(place):
             self._forget(place)
             return
+        await self._until_gone(cluster, place)
+        self._forget(place)
+
+    async def _until_gone(self, cluster: Cluster, place: _Place) -> None:
+        helped = False
         while self._seen(place):
             place.gone.clear()
-            await place.gone.wait()
-        self._forget(place)
+            try:
+                async with asyncio.timeout(None if helped else COLLECTED_S):
+                    await place.gone.wait()
+            except TimeoutError:
+                helped = await self._collect(cluster, place)
+
+    async def _collect(self, cluster: Cluster, place: _Place) -> bool:
+        """Remove the pod; whether that was tried. Its claim is gone and its pod is not: the cluster's garbage collector takes minutes after an outage."""
+        pod = self._pod(place)
+        claims = cluster.claims.store if cluster.claims is not None else {}
+        if not pod or place.name in claims or pod["metadata"].get("deletionTimestamp"):
+            return False
+        try:
+            await cluster.api.delete(f"{cluster.paths.pods}/{pod['metadata']['name']}", throttle=True)
+        except SandboxError as error:
+            log.debug("pod %s waits for the garbage collector: %s", place.pod, error)
+        return True
 
     def _seen(self, place: _Place) -> bool:
         cluster = self._cluster

@@ -174,7 +174,7 @@ class Cluster:
         return name
 
     async def look_again(self) -> None:
-        """Sandboxes take long to start: the keeper's ConfigMap may have been deleted, without which none does."""
+        """Sandboxes take long to start: perhaps the ConfigMap, without which none does, was deleted."""
         now = asyncio.get_running_loop().time()
         if self._keeper is None or now - self._looked < LOOK_AGAIN_S:
             return
