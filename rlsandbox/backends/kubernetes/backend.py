@@ -374,7 +374,10 @@ class Kubernetes(Backend):
                 helped = await self._collect(cluster, place)
 
     async def _collect(self, cluster: Cluster, place: _Place) -> bool:
-        """Remove the pod; whether that was tried. Its claim is gone and its pod is not: the cluster's garbage collector takes minutes after an outage."""
+        """Remove the pod, whose claim is gone; whether that was tried.
+
+        The cluster's garbage collector does it, but takes minutes after an outage of the API server.
+        """
         pod = self._pod(place)
         claims = cluster.claims.store if cluster.claims is not None else {}
         if not pod or place.name in claims or pod["metadata"].get("deletionTimestamp"):
