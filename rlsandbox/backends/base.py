@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..spec import Spec
@@ -109,6 +109,16 @@ class Backend(ABC):
         A layer that exists no more is a SandboxError of kind ``layer_gone``: the pool makes it again.
         """
         return False
+
+    keeps_layers = False
+    """Whether :meth:`keep_layer` keeps what it is given: layers that lie in members can be lost with them."""
+
+    async def keep_layer(self, layer: str, tar: AsyncIterable[bytes]) -> None:  # noqa: B027 - nothing is kept
+        """Keep a snapshot's layer where it outlives every member, until it is dropped."""
+
+    def kept_layer(self, layer: str) -> AsyncGenerator[bytes, None] | None:
+        """What :meth:`keep_layer` was given; None: it is not kept."""
+        return None
 
     async def drop_layer(self, layer: str) -> None:  # noqa: B027 - nothing to forget
         """Forget a sealed layer that no member needs any more."""

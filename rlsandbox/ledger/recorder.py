@@ -333,8 +333,8 @@ class Attempt:
     def n(self) -> int:
         return self.log.n
 
-    def sandbox(self, sandbox: Any) -> None:
-        """The sandbox was handed over."""
+    def sandbox(self, sandbox: Any, *, from_checkpoint: str | None = None) -> None:
+        """The sandbox was handed over; it stands on *from_checkpoint*, of an earlier attempt."""
         spec = getattr(sandbox, "spec", None)
         mine = self.log
         mine.handed_at = self._entry._ledger.now()
@@ -344,7 +344,8 @@ class Attempt:
         mine.isolation = getattr(spec, "isolation", None)
         mode = getattr(sandbox, "reset_mode", None)
         mine.reset_mode = None if mode is None else str(mode)
-        names = ("sandbox", "node", "image", "reset_mode", "isolation")
+        mine.from_checkpoint = from_checkpoint
+        names = ("sandbox", "node", "image", "reset_mode", "isolation", "from_checkpoint")
         known = {name: getattr(mine, name) for name in names if getattr(mine, name) is not None}
         self._entry._append("sandbox", {"n": self.n, **known}, at=mine.handed_at)
 

@@ -4,7 +4,7 @@ Events are only ever appended. Of one rollout (``id`` = run/task/index):
 
 ``request``      before any work: task, index, group, batch, is a reward expected; ``t`` counts resumes
 ``attempt``      a sandbox is asked for
-``sandbox``      it was handed over: which one, where, from what, after which waiting
+``sandbox``      it was handed over: which one, where, from what (an earlier attempt's checkpoint?)
 ``checkpoint``   a snapshot the next attempt would start from
 ``attempt_end``  its times, and its failure if it had one
 ``end``          exactly one a request: completed, failed, lost or cancelled
@@ -54,6 +54,9 @@ class AttemptLog:
     ttfc_s: float | None = None
     failure: Failure | None = None
     checkpoint: str | None = None
+    """The last one that it made."""
+    from_checkpoint: str | None = None
+    """The one of an earlier attempt that it started from."""
 
 
 @dataclass
@@ -196,7 +199,7 @@ def _fold_rollout(log: RolloutLog, event: Event) -> None:
         return
     if event.kind == "sandbox":
         attempt.handed_at = event.at
-        for name in ("sandbox", "node", "image", "reset_mode", "isolation"):
+        for name in ("sandbox", "node", "image", "reset_mode", "isolation", "from_checkpoint"):
             setattr(attempt, name, data.get(name))
     elif event.kind == "checkpoint":
         attempt.checkpoint = data.get("snapshot")

@@ -102,6 +102,8 @@ class Chain:
         self._loop = asyncio.get_running_loop()
         self._deadline = math.inf if plan.timeout is None else self._loop.time() + plan.timeout
         self._kept: tuple[Any, Any] | None = None  # snapshot, state
+        self._from: str | None = None
+        """The snapshot that the attempt stands on."""
         self._broken_before = False
 
     async def run(self) -> None:
@@ -146,7 +148,7 @@ class Chain:
             except Exception as error:
                 result = Result(await self._judge(error, "claim"))
             else:
-                attempt.sandbox(sandbox)
+                attempt.sandbox(sandbox, from_checkpoint=self._from)
                 ended, result = await self._work(sandbox, attempt, state)
                 stray = not await ended.settled()
                 if stray:
@@ -180,12 +182,14 @@ class Chain:
     async def _claim(self, attempt: Attempt) -> tuple[Any, Any]:
         """A sandbox, and the state that goes with its files."""
         about = self._about(attempt)
+        self._from = None
         left = self._left()
         timeout = None if left is None else max(left, 0.001)
         if self._kept is not None:
             snapshot, state = self._kept
             try:
                 sandbox = await self.pool.claim(snapshot, timeout=timeout, rollout=about)
+                self._from = str(snapshot.id)
                 return sandbox, copy.deepcopy(state)
             except (PoolClosedError, ClaimTimeoutError):
                 raise

@@ -332,8 +332,9 @@ class Driver(Watching):
 
     def _arrived(self, name: str, held: Held) -> None:
         self.held[name] = held
-        if hasattr(held.link, "source"):
-            held.link.source = self._layer_at
+        link: Any = held.link
+        if hasattr(link, "source"):
+            link.source, link.lost_layer = self._layer_at, self._layer_lost
         held.link.on_lost(lambda error: self._lost(name, error))
         self.tell(self.core.provisioned, name)
 
@@ -341,6 +342,10 @@ class Driver(Watching):
         """A link to a member that has the layer."""
         links = (held.link for held in self.held.values())
         return next((link for link in links if getattr(link, "has", lambda _: False)(layer)), None)
+
+    def _layer_lost(self, layer: str) -> bool:
+        links = (held.link for held in self.held.values())
+        return not any(getattr(link, "owns", lambda _: True)(layer) for link in links)
 
     def _lost(self, name: str, error: BaseException) -> None:
         held = self.held.get(name)

@@ -247,7 +247,16 @@ class Lender:
         finally:
             if credentials is not None:
                 await _place(sandbox, credentials)
-        return self.sealed(sandbox, layer, size, name)
+        snapshot = self.sealed(sandbox, layer, size, name)
+        held = self._pool.driver.held.get(_held(sandbox).member)
+        keep = getattr(held.link, "keep", None) if held is not None else None
+        if keep is not None:
+            try:
+                await keep(layer)
+            except BaseException:
+                self._drop(snapshot)
+                raise
+        return snapshot
 
     def sealed(self, sandbox: AsyncSandbox, layer: str, size: int, name: str | None) -> AsyncSnapshot:
         """The sandbox's upper layer was sealed as *layer*: a snapshot from now on."""

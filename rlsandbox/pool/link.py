@@ -91,6 +91,8 @@ class KeeperLink:
         """What the reset that was has asked the keeper on the verification's behalf."""
         self._away = False
         self._tell_lost: Callable[[BaseException], object] | None = None
+        self.lost_layer: Callable[[str], bool] = lambda _: False
+        """Whether no member has the layer any more."""
         self.source: Callable[[str], KeeperLink | None] | None = None
         """Another member's link that has a layer, where the backend cannot carry layers itself."""
 
@@ -210,6 +212,11 @@ class KeeperLink:
         await self._drop_stale()
         if layer is not None and layer not in self._given:
             if not await self._backend.give_layer(layer, self._member) and not await self._bring(layer):
+                if self.source is not None and self.source(layer) is None and self.lost_layer(layer):
+                    raise SandboxError(
+                        f"layer {layer} is lost: the sandbox that had it is gone",
+                        kind="layer_gone", phase="reset", retryable=True, sandbox=self._member.id,
+                    )  # fmt: skip
                 raise SandboxError(
                     f"layer {layer} could not be brought to the sandbox",
                     kind="layer", phase="reset", retryable=True, sandbox=self._member.id,
@@ -221,11 +228,32 @@ class KeeperLink:
         )  # fmt: skip
 
     async def _bring(self, layer: str) -> bool:
+        kept = self._backend.kept_layer(layer)
+        if kept is not None:
+            await self.client.reset("")
+            try:
+                await self.client.import_layer(layer, kept)
+            finally:
+                await kept.aclose()
+            return True
         other = self.source(layer) if self.source is not None else None
         if other is None:
             return False
         await self.client.bring_layer(layer, other.client)
         return True
+
+    async def keep(self, layer: str) -> None:
+        """Have a layer that was sealed here kept outside, where the backend does that."""
+        if self._backend.keeps_layers:
+            tar = self.client.export(layer)
+            try:
+                await self._backend.keep_layer(layer, tar)
+            finally:
+                await tar.aclose()
+
+    def owns(self, layer: str) -> bool:
+        """Whether the layer is here, though perhaps not to be had now."""
+        return layer in self._given and not self.client.lost.done()
 
     def holds(self, layer: str) -> None:
         """A layer was sealed here by who has the sandbox."""

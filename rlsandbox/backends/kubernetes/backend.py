@@ -6,10 +6,12 @@ import asyncio
 import logging
 import secrets
 from asyncio import StreamReader, StreamWriter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from ..._paths import home
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, ThrottledError
 from ...keeper.build import machine
 from ...keeper.durable import Durable
@@ -21,6 +23,7 @@ from .cluster import Cluster, default_run
 from .exec import ExecStream
 from .manifests import MODES, Allowed, Shape
 from .nodes import pod_state
+from .vault import Vault
 from .watch import condition
 
 log = logging.getLogger("rlsandbox.kubernetes")
@@ -79,6 +82,8 @@ class Kubernetes(Backend):
         write_rate: writes a second that the API server is asked for at most, of all kinds.
         lifetime: seconds after which a claim ends by itself, should everything else fail.
         grace: seconds for which what runs lives on without its stream.
+        keep: the directory in which snapshots, checkpoints and what hibernates are kept, so that they outlive
+            their pods; ``$RLSANDBOX_HOME/layers`` by default; False: they do not.
     """
 
     name = "kubernetes"
@@ -104,6 +109,7 @@ class Kubernetes(Backend):
         write_rate: float = 50.0,
         lifetime: float = LIFETIME_S,
         grace: int = 60,
+        keep: str | bool = True,
     ) -> None:
         if mode not in ("auto", *MODES):
             raise ConfigError(f"Kubernetes: mode must be auto, {', '.join(MODES)}, not {mode!r}")
@@ -135,6 +141,9 @@ class Kubernetes(Backend):
         self._by_name: dict[str, _Place] = {}
         self._env: dict[str, dict[str, str]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
+        self.keeps_layers = keep is not False
+        place = Path(keep).expanduser() if isinstance(keep, str) else home() / "layers"
+        self._vault = Vault(place / self._run)
         self._named: str | None = None
         self._requests: Mapping[str, int] = {}
         """When it was closed."""
@@ -423,10 +432,20 @@ class Kubernetes(Backend):
             return ()
         return cluster.nodes.usable(cluster.shape)
 
+    async def keep_layer(self, layer: str, tar: AsyncIterable[bytes]) -> None:
+        await self._vault.keep(layer, tar)
+
+    def kept_layer(self, layer: str) -> AsyncGenerator[bytes, None] | None:
+        return self._vault.read(layer) if layer in self._vault else None
+
+    async def drop_layer(self, layer: str) -> None:
+        await self._vault.drop(layer)
+
     def environment(self, spec: Spec) -> Mapping[str, str]:
         return {"PATH": PATH, **self._env.get(spec.digest, {})}
 
     async def close(self) -> None:
+        await self._vault.close()
         cluster, api = self._cluster, self._api
         if cluster is None or api is None:
             return
