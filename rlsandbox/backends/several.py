@@ -14,13 +14,13 @@ import math
 import random
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, ProvisionError, SandboxError, UnsupportedError
 from ..spec import Spec
-from .base import Backend, Capabilities, Member
+from .base import Backend, Capabilities, Member, Tell
 from .registry import load_backend
 
 log = logging.getLogger("rlsandbox.backends")
@@ -90,6 +90,7 @@ class Clusters(Backend):
         self._states = [_State(part) for part in made]
         self._of: dict[str, _State] = {}
         self._freed = asyncio.Condition()
+        self.keeps_layers = any(part.backend.keeps_layers for part in made)
         self.max_creating = sum(int(getattr(part.backend, "max_creating", 8)) for part in made)
 
     def __repr__(self) -> str:
@@ -226,6 +227,21 @@ class Clusters(Backend):
 
     def nodes(self) -> Sequence[str]:
         return [f"{state.name}/{node}" for state in self._open(set()) for node in state.backend.nodes()]
+
+    def listen(self, tell: Tell) -> None:
+        for state in self._states:
+            state.backend.listen(tell)
+
+    async def keep_layer(self, layer: str, tar: AsyncIterable[bytes]) -> None:
+        """In one place for all: a layer that is kept can be brought to any part."""
+        for state in self._states:
+            if state.backend.keeps_layers:
+                await state.backend.keep_layer(layer, tar)
+                return
+
+    def kept_layer(self, layer: str) -> AsyncGenerator[bytes, None] | None:
+        kept = (state.backend.kept_layer(layer) for state in self._states if state.backend.keeps_layers)
+        return next((tar for tar in kept if tar is not None), None)
 
     async def give_layer(self, layer: str, member: Member) -> bool:
         if len(self._states) > 1:
