@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rlsandbox as rls
+from rlsandbox import errors
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import Faults
 from tests.cluster.kube import pods
@@ -102,5 +103,5 @@ def test_a_snapshot_that_is_kept_nowhere_is_lost_at_once(
         snapshot = sandbox.snapshot()
         faults.delete_pods(namespace)
         sandbox.release(discard=True)
-        with pytest.raises(rls.SandboxError, match="is lost"):
+        with pytest.raises(errors.SandboxStateError, match="is lost"):
             pool.claim(snapshot, timeout=60)
