@@ -360,6 +360,7 @@ def test_claims_that_will_not_become_ready(
 def test_not_ready_in_time_says_what_is_known(tmp_path: Path) -> None:
     async def body(w: World) -> None:
         backend = w.backend()
+        await backend.capabilities()
         w.pods.status = lambda pod: {"phase": "Pending"}
         event = {
             "type": "Warning",
