@@ -9,7 +9,6 @@ never run a second time, and a cut never looks like its end. The other side is `
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 import secrets
 import socket
@@ -21,9 +20,11 @@ from typing import Any, Protocol
 
 from ..errors import SandboxDiedError, SandboxError
 from .frames import Fields, encode_fields
+from .pairing import Pair
 from .wire import VERSION, Tag
 
 HEAD = struct.Struct("<IB3xQ")
+_U32 = struct.Struct("<I")
 MAX_RECORD = 32768
 CONFIRM_AT = 64 << 10
 HIGH, LOW = 1 << 20, 256 << 10
@@ -34,6 +35,11 @@ SETTLE_S = 15.0
 """After a cut so long may pass until what was under way has been said again."""
 GRACE_S = 60.0
 """What a keeper waits for a client to come back, unless it was started with another number."""
+REST_S = 10.0
+"""So long nothing may have been under way before a transport is closed that is not needed."""
+KEEP_S = 3600
+"""What a keeper is told to wait then; half of it later it is told again."""
+_KEEP = _U32.pack(KEEP_S)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 3.0
 
 
@@ -69,6 +75,10 @@ class _CutError(Exception):
     """The transport ended; the session did not."""
 
 
+class _RestError(Exception):
+    """The transport was left by us, until it is needed again."""
+
+
 def record(kind: int, payload: bytes, confirmed: int) -> bytes:
     return HEAD.pack(len(payload), kind, confirmed) + payload
 
@@ -80,16 +90,24 @@ class Durable(asyncio.Transport):
         dial: opens a transport, again after each cut.
         token: what proves to the keeper that it is us.
         grace: seconds after a cut for which it is worth trying; the keeper's own, or less.
+        rest: asked when nothing is under way: whether the transport may be closed until something is.
     """
 
-    def __init__(self, dial: Dial, *, token: str, grace: float = GRACE_S) -> None:
+    def __init__(
+        self, dial: Dial, *, token: str, grace: float = GRACE_S, rest: Callable[[], bool] = lambda: False
+    ) -> None:
         super().__init__()
         self.facts: dict[str, str] = {}
         self.env: dict[str, str] = {}
         self.hash = ""
         self.cuts = 0
         """How often the transport was cut and found again."""
-        self._dial, self._token, self._grace = dial, token, grace
+        self.rests = 0
+        """How often it was closed because nobody needed it."""
+        self.resting = False
+        self._dial, self._token, self._grace, self._rest_allowed = dial, token, grace, rest
+        self._used = 0.0
+        """When the inner stream carried something last."""
         self._session = secrets.token_hex(16)
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = None
@@ -117,14 +135,20 @@ class Durable(asyncio.Transport):
 
     @classmethod
     async def open(
-        cls, dial: Dial, *, token: str, grace: float = GRACE_S, timeout: float | None = None
+        cls,
+        dial: Dial,
+        *,
+        token: str,
+        grace: float = GRACE_S,
+        timeout: float | None = None,
+        rest: Callable[[], bool] = lambda: False,
     ) -> Durable:
         """Attach to the keeper, trying again while that may help.
 
         Raises:
             SandboxDiedError: it refused, or could not be reached in *timeout* seconds (*grace* by default).
         """
-        self = cls(dial, token=token, grace=grace)
+        self = cls(dial, token=token, grace=grace, rest=rest)
         raw = await self._attach_within(grace if timeout is None else timeout)
         self._task = self._loop.create_task(self._run(raw), name="rlsandbox: a keeper's stream")
         return self
@@ -186,6 +210,7 @@ class Durable(asyncio.Transport):
             self._kept.append(whole[at : at + MAX_RECORD])
             self._unsent += 1
         self._end += len(whole)
+        self._used = self._loop.time()
         self._wake.set()
         if not self._paused and self._end - self._base > HIGH:
             self._paused = True
@@ -212,7 +237,7 @@ class Durable(asyncio.Transport):
         if old is not None:
             old.connection_lost(None)
         ours.setblocking(False)
-        await self._loop.create_connection(lambda: _Pair(self), sock=ours)
+        await self._loop.create_connection(lambda: Pair(self), sock=ours)
         self.resume_reading()
 
     def fail(self, error: BaseException) -> None:
@@ -249,12 +274,16 @@ class Durable(asyncio.Transport):
         try:
             while True:
                 try:
-                    await self._serve(raw)
+                    rest = await self._serve(raw)
                 finally:
                     self._attached_at = 0.0
                     await asyncio.shield(raw.close())
-                self.cuts += 1
-                raw = await self._attach_within(self._grace)
+                limit = self._grace
+                if not rest:
+                    self.cuts += 1
+                elif not await self._until_needed():
+                    limit = KEEP_S / 3  # nobody waits for it
+                raw = await self._attach_within(limit)
         except asyncio.CancelledError:
             raise
         except (SandboxError, OSError) as caught:
@@ -264,6 +293,21 @@ class Durable(asyncio.Transport):
         if not self._closing:
             self._closing = True
             self._lost(error)
+
+    async def _until_needed(self) -> bool:
+        """False when nobody needed it for so long that the keeper must be told again to wait."""
+        self.rests += 1
+        self.resting = True
+        try:
+            async with asyncio.timeout(KEEP_S / 2):
+                while not self._kept:
+                    self._wake.clear()
+                    await self._wake.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.resting = False
+        return True
 
     async def _attach_within(self, limit: float) -> Raw:
         deadline = self._loop.time() + limit
@@ -348,8 +392,8 @@ class Durable(asyncio.Transport):
             if self._protocol is not None:
                 self._protocol.resume_writing()
 
-    async def _serve(self, raw: Raw) -> None:
-        """Carry bytes until the transport is cut."""
+    async def _serve(self, raw: Raw) -> bool:
+        """Carry bytes until the transport is cut; True: until it is not needed any more."""
         tasks = {
             self._loop.create_task(self._read(raw), name="rlsandbox: read from a keeper"),
             self._loop.create_task(self._write(raw), name="rlsandbox: write to a keeper"),
@@ -361,17 +405,32 @@ class Durable(asyncio.Transport):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        rest = False
         for task in done:
-            with contextlib.suppress(_CutError, OSError):
+            try:
                 task.result()
+            except _RestError:
+                rest = True
+            except (_CutError, OSError):
+                pass
+        return rest
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(PING_S)
             if self._loop.time() - self._heard > SILENT_S:
                 raise _CutError("no answer to pings")
-            self._control.append((Kind.PING, b"p"))
+            self._control.append((Kind.LEAVE, _KEEP) if self._may_rest() else (Kind.PING, b"p"))
             self._wake.set()
+
+    def _may_rest(self) -> bool:
+        """Whether all that was said has arrived, and nobody waits for an answer."""
+        return (
+            not self._kept
+            and self._loop.time() - self._used >= REST_S
+            and not getattr(self._protocol, "waited_for", True)
+            and self._rest_allowed()
+        )
 
     async def _write(self, raw: Raw) -> None:
         while True:
@@ -379,8 +438,12 @@ class Durable(asyncio.Transport):
             self._wake.clear()
             while self._control or self._unsent or self._got - self._told >= CONFIRM_AT:
                 out = []
+                leave = False
                 while self._control:
                     kind, payload = self._control.popleft()
+                    if kind == Kind.LEAVE and self._unsent:
+                        continue  # it is needed again
+                    leave = leave or kind == Kind.LEAVE
                     out.append(record(kind, payload, self._got))
                 size = 0
                 while self._unsent and size < MAX_RECORD:
@@ -393,6 +456,8 @@ class Durable(asyncio.Transport):
                     out.append(record(Kind.CONFIRM, b"", self._got))
                 self._told = self._got
                 await raw.send(b"".join(out))
+                if leave:
+                    raise _RestError
 
     async def _read(self, raw: Raw) -> None:
         buffer, self._rest = self._rest, bytearray()
@@ -413,6 +478,7 @@ class Durable(asyncio.Transport):
         self._confirmed(max(confirmed, self._base))
         if kind == Kind.BYTES:
             self._got += len(payload)
+            self._used = self._loop.time()
             if self._got - self._told >= CONFIRM_AT:
                 self._wake.set()
             if self._protocol is None:
@@ -424,42 +490,6 @@ class Durable(asyncio.Transport):
             raise SandboxDiedError(fields.text(Tag.TEXT), kind=fields.text(Tag.KIND) or "ended")
         elif kind not in (Kind.CONFIRM, Kind.PONG):
             raise SandboxDiedError(f"its keeper broke the protocol: record {kind}")
-
-
-class _Pair(asyncio.Protocol):
-    """Between a session and a socket whose other end somebody else holds. What is under way is bounded by the
-    windows of the inner stream."""
-
-    def __init__(self, session: Durable) -> None:
-        self._session = session
-        self._transport: Any = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-        self._session.set_protocol(_FromSession(self._transport))
-
-    def data_received(self, data: bytes) -> None:
-        self._session.write(data)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._session.abort()
-
-
-class _FromSession(asyncio.Protocol):
-    def __init__(self, transport: Any) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._transport.write(data)
-
-    def pause_writing(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_writing(self) -> None:
-        self._transport.resume_reading()
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self._transport.close()
 
 
 def _take(buffer: bytearray) -> tuple[int, int, bytes] | None:

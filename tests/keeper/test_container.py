@@ -8,7 +8,7 @@ import os
 import signal
 import struct
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from rlsandbox.errors import SandboxDiedError
 from rlsandbox.keeper import durable
 from rlsandbox.keeper.client import KeeperClient
-from rlsandbox.keeper.durable import Durable
+from rlsandbox.keeper.durable import Durable, Raw
 from rlsandbox.reset.facts import Facts
 from tests.support.container import Container, container, dial, why_not
 
@@ -69,6 +69,56 @@ def test_facts_asked_for_behind_a_reset_are_the_next_episodes() -> None:
             after = Facts.of_lines(await (await s.client.reset_and_look())())
             assert after.files_clean and not after.of("process")
             assert int(after.of("episode")[0]) == int(before[0]) + 1
+
+    asyncio.run(main())
+
+
+def test_a_transport_that_nobody_needs_is_closed_and_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "PING_S", 0.05)
+    monkeypatch.setattr(durable, "REST_S", 0.1)
+    wanted, dials = True, 0
+
+    async def until(true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        nonlocal wanted, dials
+
+        async def dialled() -> Raw:
+            nonlocal dials
+            dials += 1
+            return await dial(made)
+
+        async with container("own-users", *LIMITS, "--grace", "1") as made:
+            stream = await Durable.open(dialled, token=TOKEN, rest=lambda: wanted)
+            client = await KeeperClient.open(*stream.streams(), member="x")
+            s = Seat(made, stream, client)
+            await s.sh("echo kept > /tmp/kept; (while :; do date +%s%N > /tmp/alive; sleep 0.1; done) > /dev/null 2>&1 &")
+            await until(lambda: stream.resting)
+            assert (dials, stream.rests, stream.cuts) == (1, 1, 0) and stream.away
+            await asyncio.sleep(1.5)  # longer than the keeper's grace for a client that was cut off
+            first = await client.read("/tmp/alive")
+            assert await client.read("/tmp/kept") == b"kept\n" and dials == 2
+            await s.sh("sleep 0.3")
+            assert await client.read("/tmp/alive") != first, "what ran was ended"
+            # A command that says nothing is under way all the same.
+            running = asyncio.ensure_future(s.sh("sleep 1; echo done"))
+            await until(lambda: not stream.resting)
+            rests = stream.rests
+            assert (await running)[1] == b"done\n" and stream.rests == rests
+            wanted = False
+            await client.ping()
+            rests = stream.rests
+            await asyncio.sleep(0.5)
+            assert stream.rests == rests, "closed although it was to stay open"
+            wanted = True
+            await until(lambda: stream.resting)
+            answers = await asyncio.gather(*(client.read("/tmp/kept") for _ in range(20)))
+            assert set(answers) == {b"kept\n"} and stream.cuts == 0
+            await client.aclose()
+            await stream.wait_closed()
 
     asyncio.run(main())
 

@@ -84,6 +84,8 @@ class Kubernetes(Backend):
         grace: seconds for which what runs lives on without its stream.
         keep: the directory in which snapshots, checkpoints and what hibernates are kept, so that they outlive
             their pods; ``$RLSANDBOX_HOME/layers`` by default; False: they do not.
+        streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
+            after 10 s, and opened again (some 50 ms) when something is.
     """
 
     name = "kubernetes"
@@ -110,6 +112,7 @@ class Kubernetes(Backend):
         lifetime: float = LIFETIME_S,
         grace: int = 60,
         keep: str | bool = True,
+        streams: int = 128,
     ) -> None:
         if mode not in ("auto", *MODES):
             raise ConfigError(f"Kubernetes: mode must be auto, {', '.join(MODES)}, not {mode!r}")
@@ -125,6 +128,8 @@ class Kubernetes(Backend):
             raise ConfigError(f"Kubernetes: arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")
         if write_rate <= 0 or lifetime <= 0 or grace <= 0:
             raise ConfigError("Kubernetes: write_rate, lifetime and grace must be above 0")
+        if streams < 0:
+            raise ConfigError(f"Kubernetes: streams must be a number of exec streams, not {streams}")
         self._shape = Shape(
             mode="", arch=arch, image=image, runtime_class=runtime_class, gvisor_class=gvisor_class,
             pull_policy=pull_policy, pull_secrets=tuple(pull_secrets),
@@ -132,7 +137,7 @@ class Kubernetes(Backend):
         )  # fmt: skip
         self._mode, self._template, self._warm_pool = mode, template, warm_pool
         self._how = {"kubeconfig": kubeconfig, "context": context, "namespace": namespace}
-        self._write_rate, self._lifetime = write_rate, lifetime
+        self._write_rate, self._lifetime, self._streams = write_rate, lifetime, streams
         self._run = default_run()
         self._api: Api | None = None
         self._cluster: Cluster | None = None
@@ -168,6 +173,11 @@ class Kubernetes(Backend):
     def requests(self) -> Mapping[str, int]:
         """How many requests were made of the API server, by verb."""
         return self._requests if self._api is None else dict(self._api.requests)
+
+    @property
+    def open_streams(self) -> int:
+        """Exec streams that are open now."""
+        return sum(p.stream is not None and not p.stream.resting for p in self._places.values())
 
     async def _get(self) -> Cluster:
         async with self._lock:
@@ -337,7 +347,9 @@ class Kubernetes(Backend):
                 raise place.ended
             return await ExecStream.open(cluster.api, place.pod, place.container, names.CONNECT)
 
-        stream = await Durable.open(dial, token=place.token, grace=self._shape.grace)
+        stream = await Durable.open(
+            dial, token=place.token, grace=self._shape.grace, rest=lambda: self.open_streams > self._streams
+        )
         if place.ended is not None:
             stream.abort()
             raise place.ended
