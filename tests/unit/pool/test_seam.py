@@ -134,3 +134,20 @@ def test_an_adoption_that_fails_is_a_creation_that_failed(tmp_path: Path) -> Non
             return sandbox.id, pool.stats().create_failed
 
     assert run(main) == ("warm-0", 2)
+
+
+def test_requests_are_counted_a_claim(tmp_path: Path) -> None:
+    async def main() -> tuple[Any, Any]:
+        backend = Simulated(nodes=1, slots=8)
+        backend.requests = {"POST": 3, "DELETE": 1, "GET": 4, "repeated": 5}  # type: ignore[attr-defined]
+        async with pool_of(backend, tmp_path, size=2) as pool:
+            await pool.wait_ready(2)
+            before = pool.stats()
+            for i in range(4):
+                async with pool.claim(Task(id=f"t{i}")):
+                    pass
+            return before, pool.stats()
+
+    before, after = run(main)
+    assert before.requests_each is None, "nothing was claimed: no number, not 0"
+    assert after.requests_each == 2.0 and after.to_dict()["requests"]["repeated"] == 5
