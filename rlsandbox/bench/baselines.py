@@ -15,8 +15,8 @@ from typing import Any
 
 from ..backends.kubernetes import manifests, names
 from ..backends.kubernetes.api import JSON, Api
-from ..backends.kubernetes.cluster import Paths
 from ..backends.kubernetes.exec import ExecStream
+from ..backends.kubernetes.names import Paths
 from ..backends.kubernetes.watch import Watch, condition
 from ..errors import SandboxError
 from .ttfc import Batch, Plan, in_turn

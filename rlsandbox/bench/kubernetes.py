@@ -6,7 +6,7 @@ from typing import Any
 
 from ..backends.kubernetes import Kubernetes
 from ..backends.kubernetes.api import JSON, Api
-from ..backends.kubernetes.cluster import Paths
+from ..backends.kubernetes.names import Paths
 from ..errors import ConfigError, SandboxError
 from ..spec import Spec
 from .baselines import Baselines

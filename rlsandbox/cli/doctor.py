@@ -18,12 +18,16 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 @click.option("--context", metavar="NAME", help="Of the kubeconfig (kubernetes).")
 @click.option("--namespace", metavar="NAME", help="Of the sandboxes (kubernetes).")
 @click.option("--runtime-class", metavar="NAME", help="That pods are to have (kubernetes).")
+@click.option(
+    "--trial", metavar="IMAGE", help="See with three short pods whether policies are enforced (kubernetes)."
+)
 @json_option
 def command(
-    backend: str, context: str | None, namespace: str | None, runtime_class: str | None, as_json: bool
-) -> int:
+    backend: str, context: str | None, namespace: str | None, runtime_class: str | None, trial: str | None,
+    as_json: bool,
+) -> int:  # fmt: skip
     """Look at this machine by trying things, or at a cluster. Exit status 0: it works, 1: it does not."""
-    found = _diagnose(backend, context, namespace, runtime_class)
+    found = _diagnose(backend, context, namespace, runtime_class, trial)
     if as_json:
         print_json(found.to_json())
         return int(not found.works)
@@ -40,7 +44,9 @@ def command(
     return int(not found.works)
 
 
-def _diagnose(backend: str, context: str | None, namespace: str | None, runtime_class: str | None) -> Any:
+def _diagnose(
+    backend: str, context: str | None, namespace: str | None, runtime_class: str | None, trial: str | None
+) -> Any:
     if backend == "local":
         from ..backends.local.doctor import diagnose
 
@@ -52,4 +58,4 @@ def _diagnose(backend: str, context: str | None, namespace: str | None, runtime_
     backend_class("kubernetes")  # a clear word where its extra is not installed
     from ..backends.kubernetes.doctor import diagnose as look
 
-    return look(context=context, namespace=namespace, runtime_class=runtime_class)
+    return look(context=context, namespace=namespace, runtime_class=runtime_class, trial=trial)

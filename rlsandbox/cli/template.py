@@ -75,7 +75,7 @@ def check(name: str, context: str | None, namespace: str | None, as_json: bool) 
 
 async def _check(name: str, context: str | None, namespace: str | None) -> list[str]:
     from ..backends.kubernetes.api import Api, ApiError
-    from ..backends.kubernetes.cluster import Paths
+    from ..backends.kubernetes.names import Paths
     from ..backends.kubernetes.stanza import problems
 
     api = await Api.connect(context=context, namespace=namespace)
@@ -91,8 +91,9 @@ async def _check(name: str, context: str | None, namespace: str | None) -> list[
 
 
 @command.command()
-@click.option("--nodes", is_flag=True, help="The right to look at nodes, which is of the whole cluster.")
-def rbac(nodes: bool) -> None:
-    """The least rights that a run needs, as YAML."""
-    name = "rbac-nodes.yaml" if nodes else "rbac.yaml"
+@click.option("--nodes", "part", flag_value="-nodes", help="To look at nodes, which are the whole cluster's.")
+@click.option("--closed", "part", flag_value="-closed", help="To hold network='none' by a NetworkPolicy.")
+def rbac(part: str | None) -> None:
+    """The least rights that a run needs, as YAML; or those for one thing more."""
+    name = f"rbac{part or ''}.yaml"
     click.echo(resources.files("rlsandbox").joinpath(f"backends/kubernetes/{name}").read_text(), nl=False)

@@ -267,9 +267,9 @@ class Kubernetes(Backend):
             "run": self._run, "member": place.member, "labels": place.labels, "lifetime_s": self._lifetime,
         }  # fmt: skip
         if not cluster.crds:
-            return manifests.plain_pod(
-                place.name, await cluster.pod_for(place.spec, place.wish), **how
-            ), cluster.paths.pods
+            pod = await cluster.pod_for(place.spec, place.wish)
+            how["pod_labels"] = manifests.labels_for(place.spec, cluster.shape)
+            return manifests.plain_pod(place.name, pod, **how), cluster.paths.pods
         if self._named is not None:
             if place.spec.image is not None:
                 raise ConfigError(
@@ -355,6 +355,8 @@ class Kubernetes(Backend):
             raise place.ended
         place.stream = stream
         place.facts |= {**stream.facts, "isolation": _isolation(stream.facts)}
+        if manifests.by_policy(place.spec, cluster.shape):
+            place.facts["network"] = "policy"
         self._env[place.spec.digest] = stream.env
         return stream.streams()
 

@@ -12,10 +12,11 @@ from typing import Any
 from ...errors import ConfigError, SandboxError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...spec import Spec
-from . import manifests, names
+from . import manifests, names, policy
 from .api import JSON, Api, ApiError
 from .lease import RunLease
 from .manifests import Shape
+from .names import Paths
 from .nodes import Nodes
 from .stanza import problems
 from .tidy import tidy_quietly
@@ -25,22 +26,6 @@ log = logging.getLogger("rlsandbox.kubernetes")
 
 
 LOOK_AGAIN_S = 5.0
-
-
-class Paths:
-    """Of the collections in one namespace."""
-
-    def __init__(self, namespace: str) -> None:
-        core, ext = (
-            f"/api/v1/namespaces/{namespace}",
-            f"/apis/{names.EXTENSIONS}/{names.VERSION}/namespaces/{namespace}",
-        )
-        self.namespace = core
-        self.pods, self.config_maps, self.events = f"{core}/pods", f"{core}/configmaps", f"{core}/events"
-        self.claims, self.templates = f"{ext}/sandboxclaims", f"{ext}/sandboxtemplates"
-        self.warm_pools = f"{ext}/sandboxwarmpools"
-        self.sandboxes = f"/apis/{names.GROUP}/{names.VERSION}/namespaces/{namespace}/sandboxes"
-        self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
 
 
 class Cluster:
@@ -57,6 +42,7 @@ class Cluster:
         self._made: dict[tuple[str, str], asyncio.Task[str]] = {}
         self._keeper: asyncio.Task[str] | None = None
         self._tidying: asyncio.Task[None] | None = None
+        self._closed: asyncio.Task[None] | None = None
         self._looked = -LOOK_AGAIN_S
 
     @classmethod
@@ -101,6 +87,9 @@ class Cluster:
         return self
 
     async def close(self) -> None:
+        if self._closed is not None:
+            self._closed.cancel()
+            await asyncio.gather(self._closed, return_exceptions=True)
         for made in (*self._made.values(), *([self._keeper] if self._keeper else [])):
             made.cancel()
         if self._tidying is not None:
@@ -203,12 +192,22 @@ class Cluster:
         return await asyncio.shield(made)
 
     async def pod_for(self, spec: Spec, node: str = "") -> JSON:
-        return manifests.pod_spec(spec, self.shape, await self.keeper(), node)
+        keeper = await self.keeper()
+        closed = manifests.by_policy(spec, self.shape)
+        pod = manifests.pod_spec(spec, self.shape, keeper, node, closed_by_policy=closed)
+        if closed:
+            if self._closed is None or (self._closed.done() and self._closed.exception() is not None):
+                image = pod["containers"][0]["image"]
+                trial = policy.demand(self.api, image, keeper, pod)
+                self._closed = asyncio.get_running_loop().create_task(trial, name="rlsandbox: try a policy")
+            await asyncio.shield(self._closed)
+        return pod
 
     async def _make_pool(self, spec: Spec, node: str) -> str:
         pod = await self.pod_for(spec, node)
-        name = f"rlsandbox-{names.digest(pod)}"
-        template = manifests.template(name, pod)
+        labels = manifests.labels_for(spec, self.shape)
+        name = f"rlsandbox-{names.digest([pod, labels] if labels else pod)}"
+        template = manifests.template(name, pod, labels)
         await self.api.apply(f"{self.paths.templates}/{name}", template)
         await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, name, 0))
         return name

@@ -1,7 +1,7 @@
 """What a cluster offers for sandboxes, what is missing, and what to do about it.
 
-Nothing is changed. ``fail`` is a thing without which no sandbox can be made, ``warn`` one without which
-something is weaker, or that could not be seen.
+Nothing is changed, but for a trial that was asked for. ``fail`` is a thing without which no sandbox can be
+made, ``warn`` one without which something is weaker, or that could not be seen.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from ...errors import SandboxError
 from ..diagnosis import Diagnosis, Row
 from . import names
 from .api import JSON, Api, ApiError
-from .cluster import Paths
+from .checkup import further
 from .lease import server_time
+from .names import Paths
 
 _EXT = names.EXTENSIONS
 RIGHTS: tuple[tuple[str, str, str, bool], ...] = (
@@ -26,6 +27,7 @@ RIGHTS: tuple[tuple[str, str, str, bool], ...] = (
     ("", "pods", "get list watch", True),
     ("", "pods/exec", "get create", True),
     ("", "events", "list", False),
+    ("", "nodes", "list watch", False),
     (_EXT, "sandboxtemplates", "get create patch", True),
     (_EXT, "sandboxwarmpools", "get create patch", True),
     (_EXT, "sandboxclaims", "get list watch create delete", True),
@@ -47,7 +49,8 @@ def diagnose(**how: Any) -> Diagnosis:
     return asyncio.run(examine(**how))
 
 
-async def examine(*, runtime_class: str | None = None, **how: Any) -> Diagnosis:
+async def examine(*, runtime_class: str | None = None, trial: str | None = None, **how: Any) -> Diagnosis:
+    """*trial*: an image; three short pods of it show whether network policies are enforced."""
     try:
         api = await Api.connect(**how)
     except SandboxError as error:
@@ -64,10 +67,10 @@ async def examine(*, runtime_class: str | None = None, **how: Any) -> Diagnosis:
             _rights,
             _quota,
             _nodes,
-            _policy,
         ]
         for look in looks:
             rows += await look(api)
+        rows += await further(api, trial)
         if runtime_class is not None:
             rows.append(await _runtime_class(api, runtime_class))
         return Diagnosis(tuple(rows))
@@ -197,7 +200,7 @@ async def _rights(api: Api) -> list[Row]:
     async def may(group: str, resource: str, verb: str) -> bool:
         main, _, sub = resource.partition("/")
         asked = {
-            "namespace": api.namespace,
+            "namespace": "" if resource == "nodes" else api.namespace,
             "group": group,
             "resource": main,
             "subresource": sub,
@@ -228,7 +231,7 @@ async def _rights(api: Api) -> list[Row]:
                     what,
                     "fail" if needed else "warn",
                     f"may not {', '.join(missing)}",
-                    "rlsandbox template rbac | kubectl apply -f -",
+                    f"rlsandbox template rbac{' --nodes' if resource == 'nodes' else ''} | kubectl apply -f -",
                 )
             )
     return rows
@@ -297,11 +300,6 @@ def _is(node: JSON, kind: str) -> bool:
     return any(
         c["type"] == kind and c["status"] == "True" for c in node.get("status", {}).get("conditions", ())
     )
-
-
-async def _policy(api: Api) -> list[Row]:
-    said = "network='none' is held by a network namespace of the episode's own in overlay and userns"
-    return [Row("network", "ok", said, "mode replace refuses network='none'")]
 
 
 async def _runtime_class(api: Api, name: str) -> Row:

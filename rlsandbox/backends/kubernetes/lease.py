@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from ...errors import SandboxError
 from . import names
 from .api import JSON, Api, ApiError
+from .names import Paths
 from .tidy import PROCESS, this_process
 
 log = logging.getLogger("rlsandbox.kubernetes")
@@ -95,7 +96,6 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
     A run is dead when its Lease has run out by the API server's own clock, or is not there although the
     object is older than two minutes.
     """
-    from .cluster import Paths
 
     paths = Paths(api.namespace)
     now = await server_time(api)
@@ -123,7 +123,6 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
 
 async def of_runs(api: Api, runs: set[str]) -> list[Leftover]:
     """Everything of these runs."""
-    from .cluster import Paths
 
     paths = Paths(api.namespace)
     now = await server_time(api)

@@ -15,6 +15,7 @@ from ...errors import ConfigError, UnsupportedError
 from ...spec import Spec
 from . import names
 from .api import JSON
+from .policy import CLOSED
 
 MIB = 1 << 20
 MEMORY = 2048 * MIB
@@ -106,8 +107,18 @@ def mode_of(spec: Spec, shape: Shape) -> str:
     return shape.mode
 
 
-def pod_spec(spec: Spec, shape: Shape, config_map: str, node: str = "") -> JSON:
+def by_policy(spec: Spec, shape: Shape) -> bool:
+    """Whether only a NetworkPolicy can hold ``network="none"``: its commands share the pod's network."""
+    return spec.network == "none" and spec.isolation != "none" and mode_of(spec, shape) == "replace"
+
+
+def pod_spec(
+    spec: Spec, shape: Shape, config_map: str, node: str = "", *, closed_by_policy: bool = False
+) -> JSON:
     """A pod of one container, the keeper's; on *node*, if that can be.
+
+    Args:
+        closed_by_policy: one that holds ``network="none"`` was tried, and does.
 
     Raises:
         ConfigError, UnsupportedError: it cannot be what the spec asks for.
@@ -124,7 +135,7 @@ def pod_spec(spec: Spec, shape: Shape, config_map: str, node: str = "") -> JSON:
             phase="config",
         )
     mode = mode_of(spec, shape)
-    if mode == "replace" and spec.network == "none" and spec.isolation != "none":
+    if by_policy(spec, shape) and not closed_by_policy:
         raise UnsupportedError(
             "network='none' cannot be held in mode replace: its commands share the pod's network",
             phase="config",
@@ -133,7 +144,8 @@ def pod_spec(spec: Spec, shape: Shape, config_map: str, node: str = "") -> JSON:
     allowed = Allowed.of(spec)
     args = ["--memory", str(allowed.memory), "--disk", str(allowed.disk), "--pids", str(allowed.pids)]
     args += ["--inodes", str(max(allowed.disk // 4096, 4096)), "--nofile", str(NOFILE)]
-    args += ["--network", spec.network, "--grace", str(shape.grace)]
+    network = "host" if closed_by_policy else spec.network
+    args += ["--network", network, "--grace", str(shape.grace)]
     if mode == "replace":
         args += ["--mode", "replace"]
     container: JSON = {
@@ -211,14 +223,19 @@ def _secure(pod: JSON, container: JSON, mode: str, spec: Spec) -> None:
         container["securityContext"]["runAsUser"] = int(user) if user.isdecimal() and user != "0" else 65534
 
 
-def template(name: str, pod: JSON) -> JSON:
+def labels_for(spec: Spec, shape: Shape) -> dict[str, str]:
+    """Of a pod."""
+    return {CLOSED: "true"} if by_policy(spec, shape) else {}
+
+
+def template(name: str, pod: JSON, labels: Mapping[str, str] | None = None) -> JSON:
     """A SandboxTemplate. The network is the episode's affair, so no policy is managed for it."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": "SandboxTemplate",
         "metadata": {"name": name, "labels": {names.MANAGED: "true"}},
         "spec": {
-            "podTemplate": {"metadata": {"labels": {names.MANAGED: "true"}}, "spec": pod},
+            "podTemplate": {"metadata": {"labels": {names.MANAGED: "true", **(labels or {})}}, "spec": pod},
             "networkPolicyManagement": "Unmanaged",
         },
     }
@@ -264,10 +281,11 @@ def claim(
 
 
 def plain_pod(
-    name: str, pod: JSON, *, run: str, member: str, labels: Mapping[str, str], lifetime_s: float
-) -> JSON:
+    name: str, pod: JSON, *, run: str, member: str, labels: Mapping[str, str], lifetime_s: float,
+    pod_labels: Mapping[str, str] | None = None,
+) -> JSON:  # fmt: skip
     """A pod by itself, where there are no CRDs."""
     metadata = _metadata(name, run, member, labels)
-    metadata["labels"][names.POD_RUN] = run
+    metadata["labels"] |= {names.POD_RUN: run, **(pod_labels or {})}
     spec = {**pod, "activeDeadlineSeconds": int(lifetime_s)}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}

@@ -63,3 +63,20 @@ def labels_of(item: Mapping[str, Any]) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+class Paths:
+    """Of the collections in one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        core, ext = (
+            f"/api/v1/namespaces/{namespace}",
+            f"/apis/{EXTENSIONS}/{VERSION}/namespaces/{namespace}",
+        )
+        self.namespace = core
+        self.pods, self.config_maps, self.events = f"{core}/pods", f"{core}/configmaps", f"{core}/events"
+        self.claims, self.templates = f"{ext}/sandboxclaims", f"{ext}/sandboxtemplates"
+        self.warm_pools = f"{ext}/sandboxwarmpools"
+        self.sandboxes = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/sandboxes"
+        self.policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+        self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"

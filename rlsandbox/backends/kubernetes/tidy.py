@@ -13,6 +13,7 @@ from pathlib import Path
 from ...errors import SandboxError
 from . import names
 from .api import Api
+from .names import Paths
 
 log = logging.getLogger("rlsandbox.kubernetes")
 
@@ -56,7 +57,7 @@ def _started(pid: int) -> str:
 
 async def tidy(api: Api) -> int:
     """Remove what dead processes of this machine left in the namespace; how many runs they were."""
-    from .cluster import Paths
+
     from .lease import Leftover, of_runs, reap
 
     selector = f"{names.MANAGED}=true,{names.OWNER}={names.owner()}"

@@ -10,6 +10,8 @@
 enum { CONTAINER_GRACE_S = 60, BRIDGE_SILENT_S = 35 };
 
 int init_main(int argc, char **argv);
+int dial_main(int argc, char **argv);
+int listen_main(int argc, char **argv);
 int bridge_main(const char *run, unsigned silent_s);
 
 #endif

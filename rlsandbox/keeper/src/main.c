@@ -26,6 +26,7 @@ static int usage(void)
     fputs("usage: keeper hub --fd N [--client PID] [--isolation none] [--cgroups none]   (started by rlsandbox)\n"
           "       keeper init [--option VALUE]..   (a container's first process)\n"
           "       keeper connect [RUN]             (what an exec stream of that container runs)\n"
+          "       keeper dial ADDRESS PORT WAIT FOR, keeper listen PORT FOR   (whether pods reach each other; seconds)\n"
           "       keeper version\n", stderr);
     return 2;
 }
@@ -40,6 +41,10 @@ int main(int argc, char **argv)
         return zygote_main(3);
     if (argc >= 2 && strcmp(argv[1], "init") == 0)
         return init_main(argc, argv);
+    if (argc >= 2 && strcmp(argv[1], "dial") == 0)
+        return dial_main(argc, argv);
+    if (argc >= 2 && strcmp(argv[1], "listen") == 0)
+        return listen_main(argc, argv);
     if ((argc == 2 || argc == 3) && strcmp(argv[1], "connect") == 0)
         return bridge_main(argc == 3 ? argv[2] : CONTAINER_RUN, BRIDGE_SILENT_S);
     if (argc >= 4 && strcmp(argv[1], "hub") == 0) {

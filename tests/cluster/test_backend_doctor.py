@@ -1,0 +1,163 @@
+"""The doctor's rows on a real cluster, and network policies: tried before one is relied on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsandbox import errors
+from rlsandbox.backends.diagnosis import Row
+from rlsandbox.spec import Spec
+from rlsandbox.testing.lone import LoneHost
+from tests.cluster.cluster import Cluster
+from tests.cluster.kube import Kube, pods
+
+pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
+from rlsandbox.backends.kubernetes import Kubernetes
+from rlsandbox.backends.kubernetes.doctor import examine
+from rlsandbox.backends.kubernetes.policy import CLOSED
+
+TEST = os.environ.get("RLSANDBOX_TEST_IMAGE", "registry.test/test:1")
+
+
+def rows(kubeconfig: Path, namespace: str, **how: Any) -> dict[str, Row]:
+    found = asyncio.run(examine(kubeconfig=str(kubeconfig), namespace=namespace, **how))
+    return {row.name: row for row in found.rows}
+
+
+def test_what_fails_under_load_has_its_row(cluster: Cluster, namespace: str, kube: Kube) -> None:
+    core = f"/api/v1/namespaces/{namespace}"
+    config = cluster.kubeconfig("admin", "direct")
+    before = rows(config, namespace)
+    assert before["pull secrets"].status == "ok" and before["volumes"].status == "ok"
+    node = cluster.nodes()[0].name
+    assert "GiB used; images are removed from" in before[f"disk of {node}"].found
+    assert before["API priority"].found.startswith("flow schema exempt")
+    assert before["clocks"].status == before["right: nodes"].status == "ok"
+    assert "was not tried" in before["NetworkPolicy"].found
+    # each of them wrong
+    kube.create(
+        f"{core}/secrets",
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "opaque"}, "type": "Opaque"},
+    )
+    secrets = {"imagePullSecrets": [{"name": "opaque"}, {"name": "missing"}]}
+    kube.patch(f"{core}/serviceaccounts/default", secrets)
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "one-node"},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+    }
+    kube.create(f"{core}/persistentvolumeclaims", claim)
+    pod = {
+        "containers": [{"name": "c", "image": TEST}],
+        "volumes": [{"name": "v", "persistentVolumeClaim": {"claimName": "one-node"}}],
+    }
+    template = {
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": "SandboxTemplate",
+        "metadata": {"name": "theirs"},
+        "spec": {"podTemplate": {"spec": pod}},
+    }
+    kube.create(f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxtemplates", template)
+    after = rows(config, namespace)
+    assert (after["pull secret opaque"].status, after["pull secret missing"].status) == ("fail", "fail")
+    assert "kubernetes.io/dockerconfigjson" in after["pull secret opaque"].fix
+    assert after["volumes"].status == "warn" and "theirs" in after["volumes"].found
+
+
+def test_who_may_see_little_is_told_so(cluster: Cluster, namespace: str) -> None:
+    found = rows(cluster.kubeconfig("nobody", "direct"), namespace)
+    assert found["right: sandboxclaims"].status == "fail"
+    assert "nodes/proxy" in found["image removal on nodes"].found or "no kubelet" in str(found)
+    assert found["pull secrets"].status == "warn"
+
+
+def test_policies_that_nobody_enforces_are_not_relied_on(
+    cluster: Cluster, make_namespace: Callable[..., str], kube: Kube
+) -> None:
+    namespace = make_namespace("restricted")
+    config = cluster.kubeconfig("admin", "direct")
+    assert "not enforced" in rows(config, namespace, trial=TEST)["NetworkPolicy"].found
+
+    async def body() -> None:
+        backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST)
+        lone = LoneHost(backend)
+        try:
+            with pytest.raises(errors.UnsupportedError, match="NetworkPolicies do nothing in this cluster"):
+                await lone.make(spec=Spec(network="none"))
+        finally:
+            await lone.close()
+            await backend.close()
+
+    asyncio.run(body())
+    assert not [pod for pod in kube.items(pods(namespace)) if not pod["metadata"].get("deletionTimestamp")]
+
+
+@pytest.fixture
+def enforcer(cluster: Cluster, kube: Kube) -> Iterator[None]:
+    """What a CNI with policies does, for this one policy: the links of pods under it are cut."""
+    over = threading.Event()
+    cut: set[str] = set()
+
+    def look() -> None:
+        for pod in kube.items("/api/v1/pods", labelSelector=f"{CLOSED}=true"):
+            uid, address = pod["metadata"]["uid"], (pod.get("status") or {}).get("podIP")
+            if uid in cut or not address:
+                continue
+            node = pod["spec"]["nodeName"]
+            told = cluster.inside(["sh", "-c", "cat /var/lib/cni/results/*"], node).stdout.decode()
+            decoder, at = json.JSONDecoder(), 0
+            while at < len(told):
+                entry, at = decoder.raw_decode(told, at)
+                at += len(told[at:]) - len(told[at:].lstrip())
+                result = entry.get("result", entry)
+                if any(row["address"].split("/")[0] == address for row in result.get("ips", ())):
+                    link = next(i["name"] for i in result["interfaces"] if i["name"].startswith("veth"))
+                    cluster.inside(["ip", "link", "set", link, "down"], check=True)
+                    cut.add(uid)
+
+    def work() -> None:
+        while not over.wait(0.2):
+            look()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    yield
+    over.set()
+    thread.join()
+
+
+def test_a_policy_that_is_enforced_holds_network_none(
+    cluster: Cluster, make_namespace: Callable[..., str], enforcer: None
+) -> None:
+    """In pods of the level restricted, whose commands share the pod's network."""
+    namespace = make_namespace("restricted")
+    config = cluster.kubeconfig("admin", "direct")
+
+    async def body() -> None:
+        backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST)
+        lone = LoneHost(backend)
+        try:
+            other = await lone.make(spec=Spec(network="host"))
+            sandbox = await lone.make(spec=Spec(network="none"))
+            assert (sandbox.reset_mode, lone.member(sandbox).facts["network"]) == ("replace", "policy")
+            address = (await other.run("hostname -i")).stdout.split()[0]
+            listener = await other.popen(["/.rlsandbox/keeper", "listen", "7798", "60"])
+            dial = ["/.rlsandbox/keeper", "dial", address, "7798", "0", "3"]
+            assert (await other.run(dial)).exit_code == 0
+            assert (await sandbox.run(dial)).exit_code == 1
+            assert (await sandbox.run("echo x")).stdout == "x\n"
+            await listener.kill()
+        finally:
+            await lone.close()
+            await backend.close()
+
+    asyncio.run(body())
