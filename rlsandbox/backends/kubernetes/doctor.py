@@ -222,7 +222,7 @@ async def _rights(api: Api) -> list[Row]:
         except SandboxError as error:
             return [Row("rights", "warn", f"could not be asked for: {error.message}")]
         missing = [verb for verb, ok in zip(wanted, given, strict=True) if not ok]
-        what = f"right: {resource}"
+        what, which = f"right: {resource}", " --nodes" if resource == "nodes" else ""
         if not missing:
             rows.append(Row(what, "ok", verbs.replace(" ", ", ")))
         else:
@@ -231,7 +231,7 @@ async def _rights(api: Api) -> list[Row]:
                     what,
                     "fail" if needed else "warn",
                     f"may not {', '.join(missing)}",
-                    f"rlsandbox template rbac{' --nodes' if resource == 'nodes' else ''} | kubectl apply -f -",
+                    f"rlsandbox template rbac{which} | kubectl apply -f -",
                 )
             )
     return rows
