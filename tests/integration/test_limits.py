@@ -119,3 +119,42 @@ print(time.process_time())
     assert (
         float(sandbox.run(python(code)).stdout) <= 1.4
     )  # half a core for two seconds, plus one period's slack
+
+
+PRLIMIT = """
+import resource
+for what in range(16):
+    try:
+        resource.prlimit(1, what, (0, 0))
+    except (OSError, ValueError):
+        pass
+"""
+IN_FLIGHT = """
+import array, os, socket, time
+null, kept = os.open("/dev/null", 0), []
+try:
+    for n in range(2000):
+        a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        a.setblocking(False)
+        kept.append((a, b))
+        try:
+            while True:
+                a.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [null] * 250))])
+        except BlockingIOError:
+            pass
+except OSError as error:
+    print(error)
+if os.fork() == 0:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("code", [PRLIMIT, IN_FLIGHT], ids=["limits of the first process", "in flight"])
+def test_no_end_that_looks_like_the_machine_s_fault(code: str) -> None:
+    """What a rollout does to itself is its own failure: infrastructure's are tried again, and never scored."""
+    with rls.Pool(size=1, config=False) as pool, pool.claim(rls.Task(id="t"), timeout=60) as sandbox:
+        sandbox.run(python(code), timeout=60)
+        for _ in range(3):
+            assert sandbox.run("echo on", timeout=20).stdout == "on\n"
+        sandbox.write_file("/tmp/f", b"x" * 100_000)
+        assert sandbox.run("ulimit -n", timeout=20).stdout.strip() != "0"

@@ -192,11 +192,13 @@ static int user_become(struct inside *in, struct err *e)
 
 /* ---- programs ---- */
 
-uint32_t inside_nproc;
+uint32_t inside_nofile, inside_nproc;
 
 static int set_limits(struct inside *in, struct err *e)
 {
     struct rlimit most;
+    if (inside_nofile && setrlimit(RLIMIT_NOFILE, &(struct rlimit){inside_nofile, inside_nofile}) < 0)
+        return fail(e, errno, "set the limit of open files");
     if (inside_nproc && getrlimit(RLIMIT_NPROC, &most) == 0) {
         rlim_t n = most.rlim_max < inside_nproc ? most.rlim_max : inside_nproc;
         if (setrlimit(RLIMIT_NPROC, &(struct rlimit){n, n}) < 0)

@@ -58,6 +58,8 @@ int limits_setup(struct keeper *k, const uint8_t *p, size_t n, const int *fds, s
     return ok ? 0 : fail(e, ENOMEM, "keep facts");
 }
 
+enum { IN_FLIGHT = 4096 };
+
 static int set(int what, const char *name, rlim_t soft, struct err *e)
 {
     struct rlimit r;
@@ -74,8 +76,15 @@ static int set(int what, const char *name, rlim_t soft, struct err *e)
 int limits_inside(struct keeper *k, struct err *e)
 {
     const struct settings *s = &k->set;
-    if (s->nofile && set(RLIMIT_NOFILE, "nofile", s->nofile, e) < 0)
+    struct rlimit own;
+    if (s->nofile && s->bare && set(RLIMIT_NOFILE, "nofile", s->nofile, e) < 0)
         return -1;
+    /* Descriptors in flight over sockets are counted by user, the keeper's, the init's and the commands' together, and whoever
+     * finds more of them than its own limit can send none: that of commands is the smaller one. */
+    if (s->nofile && !s->bare && getrlimit(RLIMIT_NOFILE, &own) == 0) {
+        rlim_t room = own.rlim_max > 2 * IN_FLIGHT ? own.rlim_max - IN_FLIGHT : own.rlim_max / 2;
+        inside_nofile = (uint32_t)(s->nofile < room ? s->nofile : room);
+    }
     /* counted by user and user namespace, so by sandbox; a cgroup counts all users together. The init may go a little
      * further than the commands that it starts. */
     if (s->pids && !s->bare) {

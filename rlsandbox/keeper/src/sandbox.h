@@ -181,6 +181,7 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
 _Noreturn void episode_main(struct keeper *k, int ctl);
 
 /* inside.c: in a child of the episode's init, never returns */
+extern uint32_t inside_nofile; /* how many descriptors a command may have; 0: as many as the init */
 extern uint32_t inside_nproc; /* how many processes a command's user may have; 0: no limit */
 _Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds);
 _Noreturn void inside_wait(int sock); /* for one request */
