@@ -249,14 +249,32 @@ class Lender:
                 await _place(sandbox, credentials)
         snapshot = self.sealed(sandbox, layer, size, name)
         held = self._pool.driver.held.get(_held(sandbox).member)
-        keep = getattr(held.link, "keep", None) if held is not None else None
-        if keep is not None:
-            try:
-                await keep(layer)
-            except BaseException:
-                self._drop(snapshot)
-                raise
+        try:
+            await self._keep(snapshot, held)
+        except BaseException:
+            self._drop(snapshot)
+            raise
         return snapshot
+
+    async def _keep(self, snapshot: AsyncSnapshot, held: Held | None) -> None:
+        """Have its layer kept outside, where the backend does that; one that cannot be written is told of."""
+        keep = getattr(held.link, "keep", None) if held is not None else None
+        if keep is None:
+            return
+        try:
+            await keep(snapshot.layer)  # type: ignore[attr-defined]
+        except SandboxError as error:
+            if error.kind != "layer_copy":
+                raise
+            log.warning("snapshot %s lives only as long as its sandbox's place: %s", snapshot.id, error)
+            self._pool.ledger.note("copy_failed", str(error), snapshot=snapshot.id)
+
+    async def catch_up(self, lease: Lease) -> None:
+        """Have kept what another process sealed while it had the keeper's stream."""
+        held = self._pool.driver.held.get(lease.member)
+        for snapshot in list(self.snapshots.values()):
+            if snapshot.parent is lease:  # type: ignore[attr-defined]
+                await self._keep(snapshot, held)
 
     def sealed(self, sandbox: AsyncSandbox, layer: str, size: int, name: str | None) -> AsyncSnapshot:
         """The sandbox's upper layer was sealed as *layer*: a snapshot from now on."""
@@ -296,7 +314,15 @@ class Lender:
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         lease = _held(sandbox)
         # Sealing needs processes gone, and a paused episode cannot end by itself.
-        lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
+        snapshot = await self.snapshot(sandbox, kill=True, name=None)
+        held = self._pool.driver.held.get(lease.member)
+        if held is not None and not getattr(held.link, "keeps", lambda _: True)(snapshot.layer):  # type: ignore[attr-defined]
+            self._drop(snapshot)
+            raise SandboxError(
+                "its files could not be saved: it goes on as it is", kind="layer_copy", phase="command",
+                hint="the warning before says why", sandbox=sandbox.id, task=sandbox.task.id,
+            )  # fmt: skip
+        lease.asleep = snapshot
         self._pool.driver.release(lease.claim)
 
     async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:

@@ -8,6 +8,7 @@ for one thing at a time.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     import pluggy
 
     from ..backends.base import Backend, Member
+
+log = logging.getLogger("rlsandbox.pool")
 
 RESET_S = 30.0
 VERIFY_S = 30.0
@@ -85,6 +88,8 @@ class KeeperLink:
         self._backend, self._member, self._spec = backend, member, spec
         self._baseline, self._plugins = baseline, plugins
         self._given: set[str] = set()
+        self._kept: set[str] = set()
+        """Layers sealed here that the backend keeps outside."""
         self._stale: set[str] = set()
         """Layers that the keeper may still have though the pool has dropped them."""
         self._look: Look | None = None
@@ -228,15 +233,20 @@ class KeeperLink:
         )  # fmt: skip
 
     async def _bring(self, layer: str) -> bool:
+        other = self.source(layer) if self.source is not None else None
         kept = self._backend.kept_layer(layer)
         if kept is not None:
             await self.client.reset("")
             try:
                 await self.client.import_layer(layer, kept)
+            except SandboxError as error:
+                if error.kind != "layer_copy" or other is None:
+                    raise
+                log.warning("%s; it is brought from another sandbox", error)
+            else:
+                return True
             finally:
                 await kept.aclose()
-            return True
-        other = self.source(layer) if self.source is not None else None
         if other is None:
             return False
         await self.client.bring_layer(layer, other.client)
@@ -244,12 +254,17 @@ class KeeperLink:
 
     async def keep(self, layer: str) -> None:
         """Have a layer that was sealed here kept outside, where the backend does that."""
-        if self._backend.keeps_layers:
+        if self._backend.keeps_layers and layer not in self._kept:
             tar = self.client.export(layer)
             try:
                 await self._backend.keep_layer(layer, tar)
             finally:
                 await tar.aclose()
+            self._kept.add(layer)
+
+    def keeps(self, layer: str) -> bool:
+        """Whether the layer outlives this member as far as it shall: kept, or the backend keeps none."""
+        return not self._backend.keeps_layers or layer in self._kept
 
     def owns(self, layer: str) -> bool:
         """Whether the layer is here, though perhaps not to be had now."""

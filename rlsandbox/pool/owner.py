@@ -227,6 +227,10 @@ class _Peer:
         if fds and held is not None:
             link: Any = held.link
             await link.reattach(socket.socket(fileno=os.dup(fds[0])))
+            try:
+                await self._pool._lender.catch_up(lease)
+            except SandboxError as error:
+                log.warning("what sandbox %s had sealed is gone with it: %s", sandbox.id, error)
         else:
             discard = True
         await sandbox.release(discard=discard)

@@ -8,22 +8,20 @@ import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..._paths import home
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, ThrottledError
 from ...keeper.build import machine
 from ...keeper.durable import Durable
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member, Tell
+from ..copies import LayerCopies
 from . import failures, manifests, names
 from .api import JSON, Api
 from .cluster import Cluster, default_run
 from .exec import ExecStream
 from .manifests import MODES, Allowed, Shape
 from .nodes import pod_state
-from .vault import Vault
 from .watch import condition
 
 log = logging.getLogger("rlsandbox.kubernetes")
@@ -82,8 +80,9 @@ class Kubernetes(Backend):
         write_rate: writes a second that the API server is asked for at most, of all kinds.
         lifetime: seconds after which a claim ends by itself, should everything else fail.
         grace: seconds for which what runs lives on without its stream.
-        keep: the directory in which snapshots, checkpoints and what hibernates are kept, so that they outlive
-            their pods; ``$RLSANDBOX_HOME/layers`` by default; False: they do not.
+        keep: where snapshots, checkpoints and what hibernates are kept, so that they outlive their pods: a
+            directory, or the URL of an object store that fsspec knows; by default a directory in the cache of
+            rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
             after 10 s, and opened again (some 50 ms) when something is.
     """
@@ -147,8 +146,8 @@ class Kubernetes(Backend):
         self._env: dict[str, dict[str, str]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
         self.keeps_layers = keep is not False
-        place = Path(keep).expanduser() if isinstance(keep, str) else home() / "layers"
-        self._vault = Vault(place / self._run)
+        self._keep = keep if isinstance(keep, str) else None
+        self._copies: LayerCopies | None = None
         self._named: str | None = None
         self._requests: Mapping[str, int] = {}
         """When it was closed."""
@@ -182,6 +181,8 @@ class Kubernetes(Backend):
     async def _get(self) -> Cluster:
         async with self._lock:
             if self._cluster is None:
+                if self._keep is not None:
+                    self._kept()  # a place that cannot be used is told before work begins
                 api = await Api.connect(**self._how, write_rate=self._write_rate)
                 try:
                     named = self._template is not None or self._warm_pool is not None
@@ -447,19 +448,28 @@ class Kubernetes(Backend):
         return cluster.nodes.usable(cluster.shape)
 
     async def keep_layer(self, layer: str, tar: AsyncIterable[bytes]) -> None:
-        await self._vault.keep(layer, tar)
+        await self._kept().save(layer, tar)
 
     def kept_layer(self, layer: str) -> AsyncGenerator[bytes, None] | None:
-        return self._vault.read(layer) if layer in self._vault else None
+        copies = self._copies
+        return copies.read(layer) if copies is not None and layer in copies else None
 
     async def drop_layer(self, layer: str) -> None:
-        await self._vault.drop(layer)
+        if self._copies is not None:
+            await self._copies.drop(layer)
+
+    def _kept(self) -> LayerCopies:
+        if self._copies is None:
+            self._copies = LayerCopies(self._keep, self._run)
+        return self._copies
 
     def environment(self, spec: Spec) -> Mapping[str, str]:
         return {"PATH": PATH, **self._env.get(spec.digest, {})}
 
     async def close(self) -> None:
-        await self._vault.close()
+        if self._copies is not None:
+            await self._copies.close()
+            self._copies = None
         cluster, api = self._cluster, self._api
         if cluster is None or api is None:
             return
