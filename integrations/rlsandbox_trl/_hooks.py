@@ -42,6 +42,10 @@ class Hooks:
             wrapper.off = True
             if self._trainer.__dict__.get(name) is wrapper:
                 before = wrapper.__wrapped__
+                while getattr(
+                    before, "off", False
+                ):  # one of ours that was taken off while others lay over it
+                    before = before.__wrapped__
                 if getattr(before, "__self__", None) is self._trainer:  # the class's own method
                     delattr(self._trainer, name)
                 else:
@@ -49,7 +53,14 @@ class Hooks:
 
 
 class Part:
-    """Something that needs a trainer's methods."""
+    """Something that needs a trainer's methods. Of each kind a trainer has one: the latest."""
+
+    retired = False
+    """Another of its kind has taken its place."""
+
+    def retire(self) -> None:
+        """Another takes its place."""
+        self.retired = True
 
     def install(self, hooks: Hooks) -> None:
         """Wrap what it needs."""
@@ -75,6 +86,10 @@ class _Attached:
                 around.wrap(name, during)
 
     def add(self, part: Part) -> None:
+        for old, wrapped in [pair for pair in self._parts if type(pair[0]) is type(part)]:
+            wrapped.remove()
+            old.retire()
+            self._parts.remove((old, wrapped))
         hooks = Hooks(self._trainer)
         self._parts.append((part, hooks))
         if self._installed:

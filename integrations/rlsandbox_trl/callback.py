@@ -51,6 +51,11 @@ class SandboxCallback(TrainerCallback, Part):  # type: ignore[misc]
         for name in ("_generate_single_turn", "compute_loss"):
             hooks.wrap(name, self._working)
 
+    def retire(self) -> None:
+        super().retire()
+        if self._pool is not None:
+            _users.get(self._pool, set()).discard(id(self))
+
     def begin(self) -> None:
         self._watch()
 
@@ -94,12 +99,15 @@ class SandboxCallback(TrainerCallback, Part):  # type: ignore[misc]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         last = state.max_steps and state.global_step >= state.max_steps
+        if self.retired:
+            return
         if control.should_log or last:  # else the trainer would average windows, and percentiles with them
             self._take()
             self._tell("train")
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._tell("eval", keep=True)
+        if not self.retired:
+            self._tell("eval", keep=True)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._found.pop("eval", None)

@@ -111,7 +111,8 @@ class _LookAhead(Part):
         if not mode and self._peeking is not None and inputs:
             task_id = inputs[0].get("task_id")
             index = self._ids.index(task_id) if task_id in self._training.tasks else -1
-            self._next = [self._training.tasks[self._ids[i]] for i in self._peeking.after(index)]
+            following = [self._training.tasks.get(self._ids[i]) for i in self._peeking.after(index)]
+            self._next = [task for task in following if task is not None]  # else the claim will say so
         try:
             self._training._begin_batch(inputs, f"{mode}{self._trainer.state.global_step}")
             return original(inputs, *args, **kwargs)

@@ -165,7 +165,9 @@ class RewardFunction:
     def _score(self, episode: rls.Episode, code: str) -> tuple[float | None, bool]:
         while True:
             try:
-                episode.begin(timeout=self.how.claim_timeout).write_file(self.how.path, code)
+                # As bytes: what UTF-8 cannot say (a lone surrogate) is the model's mistake, not the caller's.
+                held = episode.begin(timeout=self.how.claim_timeout)
+                held.write_file(self.how.path, code.encode(errors="replace"))
                 reward = episode.grade().reward
                 if reward is not None and not math.isfinite(reward):
                     raise ValueError(f"the grader's reward is {reward}, not a finite number")

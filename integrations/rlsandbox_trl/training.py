@@ -172,9 +172,10 @@ class SandboxTraining:
     def _task_of(self, row: dict[str, Any]) -> rls.Task:
         task = self.tasks.get(row.get("task_id", ""))
         if task is None:
+            known = "task_id" in row
             raise ConfigError(
-                f"no task is called {row.get('task_id')!r}",
-                hint="train on the dataset of this SandboxTraining",
+                f"no task is called {row['task_id']!r}" if known else "the dataset has no column task_id",
+                hint="train on the dataset of this SandboxTraining, or on rows with its tasks' ids",
             )
         return task
 

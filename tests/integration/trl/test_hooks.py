@@ -12,7 +12,7 @@ from rlsandbox_trl import SandboxCallback, SandboxTraining, parallel_tools
 from trl import GRPOTrainer
 
 import rlsandbox as rls
-from rlsandbox.errors import PoolClosedError
+from rlsandbox.errors import ConfigError, PoolClosedError
 
 WRAPPED = (
     "_tool_call_loop", "_generate_single_turn", "_generate_and_score_completions", "_generate",
@@ -119,3 +119,37 @@ def test_numbers_of_reused_generations_and_of_accumulation_add_up(example: Any, 
     values = sorted(pool.metrics.ttfc.values())
     assert first["sandbox/ttfc/max"] == pytest.approx(values[-1], rel=1e-3)
     assert first["sandbox/ttfc/p50"] == pytest.approx(values[2], rel=1e-3)  # nearest rank of six
+
+
+def test_what_is_attached_twice_works_once(example: Any, make_trainer: Any) -> None:
+    sandboxes = SandboxTraining(example.tasks(4), tools=["write_file"], size=4)
+    trainer = make_trainer(sandboxes)
+    trainer.add_callback(SandboxCallback(trainer, lambda: sandboxes.pool))
+    parallel_tools(trainer)
+    sandboxes.attach(trainer)
+    trainer.train()
+    assert [entry["sandbox/claims"] for entry in logs(trainer)] == [4, 4]
+    assert [entry["sandbox/coverage"] for entry in logs(trainer)] == [1.0, 1.0]
+    assert untouched(trainer) and sandboxes._pool is not None and sandboxes._pool.closed
+    assert sandboxes._pool.report().requested == 8
+
+
+@pytest.mark.parametrize(
+    ("ids", "said"),
+    [(None, "the dataset has no column task_id"), (["letters-0", None] * 4, "no task is called None")],
+)
+def test_rows_without_a_task_are_one_clear_error(
+    example: Any, make_trainer: Any, monkeypatch: pytest.MonkeyPatch, ids: Any, said: str
+) -> None:
+    from datasets import Dataset
+
+    rows: dict[str, Any] = {"prompt": [[{"role": "user", "content": "x"}]] * 8}
+    monkeypatch.setattr(
+        SandboxTraining, "dataset", Dataset.from_dict(rows | ({"task_id": ids} if ids else {}))
+    )
+    sandboxes = SandboxTraining(example.tasks(2), tools=["write_file"], size=4)
+    trainer = make_trainer(sandboxes)
+    pool = sandboxes.pool
+    with pytest.raises(ConfigError, match=said):
+        trainer.train()
+    assert pool.closed

@@ -66,6 +66,13 @@ def test_each_answer_runs_in_a_clean_sandbox_and_is_on_record(pool: rls.Pool) ->
     assert {log.batch for log in report.logs} == {"sandbox_reward-1"}
 
 
+def test_whatever_a_model_says_is_scored(pool: rls.Pool) -> None:
+    reward = sandbox_reward(pool, command="grep -q x answer.py")
+    said = ["x", "\0", "\ud800 x", [], [{"role": "assistant", "content": None}], "x" * 3_000_000]
+    assert ask(reward, said) == [1.0, 0.0, 1.0, 0.0, 0.0, 1.0]
+    assert ask(reward, []) == []
+
+
 def test_without_tasks_a_command_decides(pool: rls.Pool) -> None:
     reward = sandbox_reward(
         pool, command="sh answer.py", timeout=2.0, spec=rls.Spec(memory="64MiB"), name="passes"
