@@ -270,11 +270,10 @@ async def run_ttfc(
     """Measure; *bench* is closed whatever happens."""
     try:
         lines = [
-            Line(scenario, image)
+            Line(scenario, image, one_of_several=len(images) > 1)
             for scenario in plan.scenarios
-            for image in (
-                plan.images or (None,) if scenario in ("job", "cold") else plan.images[:1] or (None,)
-            )
+            for images in [(plan.images if scenario in ("job", "cold") else plan.images[:1]) or (None,)]
+            for image in images
         ]
         for number in range(plan.rounds):
             for line in lines:

@@ -20,7 +20,7 @@ from tests.cluster.faults import Faults
 from tests.cluster.handle import ClusterError
 from tests.cluster.images import Registry
 from tests.cluster.kube import ApiError
-from tests.cluster.measure import measured, shield
+from tests.cluster.measure import keep_shielded, measured
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,8 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
             )
         case "measure":
             measured(cluster, options.rounds, options.sandboxes)
-        case "shield" | "unshield":
-            shield(cluster, options.command == "shield")
+        case "shield":
+            keep_shielded(cluster)
         case "remove-image":
             for node in cluster.nodes():
                 faults.remove_image(node.name, options.image)

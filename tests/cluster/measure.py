@@ -38,7 +38,7 @@ def shield(cluster: Handle, on: bool = True) -> None:
     """Give the cluster's parts and pods the processor before everything else, as if the machine did nothing else.
 
     Parts run at real-time priority 4 (what they start does not inherit it); the pods' control group weighs as much as
-    256 others, and each pod in it as much as a process. Pods that are made later weigh what their spec asks for.
+    256 others, and each pod in it as much as a process. What is made later is as it is without: see :func:`keep_shielded`.
     """
     if on:
         cluster.inside(["sh", "-c", PARTS, "4"])
@@ -48,6 +48,20 @@ def shield(cluster: Handle, on: bool = True) -> None:
     for group in PODS.iterdir() if on else ():
         with contextlib.suppress(OSError):  # it ends meanwhile; files are no groups
             (group / "cpu.shares").write_text(str(LIGHT))
+
+
+def keep_shielded(cluster: Handle) -> None:
+    """:func:`shield` again and again, for the pods and shims that are made meanwhile; until interrupted."""
+    known: set[str] = set()
+    try:
+        while True:
+            there = {group.name for group in PODS.iterdir()} if PODS.is_dir() else set()
+            if there - known:
+                shield(cluster)
+            known = there
+            time.sleep(0.3)
+    finally:
+        shield(cluster, False)
 
 
 def measured(cluster: Handle, rounds: int, sandboxes: int) -> None:

@@ -142,7 +142,8 @@ async def test_rounds_are_interleaved_and_the_bench_is_closed_whatever_happens()
 
     bench = Recorder()
     plan = Plan(scenarios=("cold", "recycled"), rounds=2, images=("a", "b"))
-    await run_ttfc(bench, plan, backend="local")
+    told = await run_ttfc(bench, plan, backend="local")
+    assert [line.label for line in told.lines] == ["cold, a", "cold, b", "recycled"]
     assert bench.did == [*["cold a", "cold b", "recycled a"] * 2, "closed"]
     broken = Recorder()
     with pytest.raises(RuntimeError):
