@@ -198,12 +198,15 @@ class _Peer:
 
     async def commands(self, plan: Plan, batch: Batch) -> None:
         loop = asyncio.get_running_loop()
-        async with self._claimed("commands") as pod:
-            for number in range(min(plan.commands, 20) + 1):
-                begun = loop.time()
-                await self._run(pod, plan)
-                if number:
-                    batch.command_s.append(loop.time() - begun)
+        try:
+            async with self._claimed("commands") as pod:
+                for number in range(min(plan.commands, 20) + 1):
+                    begun = loop.time()
+                    await self._run(pod, plan)
+                    if number:
+                        batch.command_s.append(loop.time() - begun)
+        except (SandboxError, OSError) as error:
+            batch.notes.append(f"further commands failed: {error}")
 
     @contextlib.asynccontextmanager
     async def _claimed(self, member: str) -> AsyncIterator[str]:

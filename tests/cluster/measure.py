@@ -30,6 +30,7 @@ PODS = Path("/sys/fs/cgroup/cpu/k8s.io")
 HEAVY, LIGHT = 262144, 1024
 PARTS = (
     'for p in /proc/[0-9]*; do case "$(cat $p/cmdline 2>/dev/null | tr "\\0" " ")" in '
+    "*/runc*|*nsenter*) ;; "  # a real-time process cannot enter a pod's control group
     "*/rlsandbox-cluster*/*) chrt -a -R -r -p $0 ${p#/proc/} 2>/dev/null;; esac; done"
 )
 
