@@ -314,13 +314,18 @@ async def _foreign(function: Any, *args: Any) -> tuple[Any, BaseException | None
 
 
 def finite(value: Any) -> float | None:
-    """A finite number: also numpy's, and whatever holds just one and gives it (a tensor); else None."""
+    """A finite number: as :func:`number_of`; else None."""
+    number = number_of(value)
+    return number if number is not None and math.isfinite(number) else None
+
+
+def number_of(value: Any) -> float | None:
+    """A number: also numpy's, and whatever holds just one and gives it (a tensor); else None."""
     try:
         item = getattr(value, "item", None)
         number = item() if callable(item) else value
         if isinstance(number, (str, bytes, bytearray)):
             return None
-        number = float(number)
+        return float(number)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-    return number if math.isfinite(number) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,6 +11,8 @@ from typing import Any, Final
 import numpy as np
 from gymnasium import Space, spaces
 
+from .._sandbox.command import seconds
+from .._sandbox.grading import number_of
 from .._settings import nearest
 from ..errors import ConfigError
 from ..results import CommandResult, Failure, Outcome
@@ -111,13 +114,14 @@ class Rules:
         self.reward_fn = reward_fn
         self.submit = submit
         self.max_steps = max_steps
-        self.reset_timeout = reset_timeout
+        self.reset_timeout = seconds(reset_timeout, "reset_timeout")
         for name, value in (("observe", observe), ("reward_fn", reward_fn)):
             if value is not None and not callable(value):
                 raise ConfigError(f"{name} must be a function, not {type(value).__name__}")
         if not isinstance(submit, str) or not submit:
             raise ConfigError(f"submit must be a text that is not empty, not {submit!r}")
-        if max_steps is not None and (isinstance(max_steps, bool) or max_steps < 1):
+        whole = isinstance(max_steps, numbers.Integral) and not isinstance(max_steps, bool)
+        if max_steps is not None and (not whole or max_steps < 1):
             raise ConfigError(f"max_episode_steps must be at least 1, not {max_steps!r}")
         if render_mode is not None and render_mode not in render_modes:
             raise ConfigError(
@@ -196,7 +200,11 @@ class Rules:
             outcome = turn.outcome
             if outcome is None and turn.submitted:
                 outcome = Outcome(None, None, None)
-            return float(self.reward_fn(turn.result, sandbox, outcome))
+            given = self.reward_fn(turn.result, sandbox, outcome)
+            number = number_of(given)
+            if number is None:
+                raise ConfigError(f"reward_fn must give a number, not {given!r:.100}")
+            return number
         if turn.outcome is None:
             return 0.0
         return math.nan if turn.outcome.reward is None else float(turn.outcome.reward)
@@ -241,8 +249,10 @@ def _load(tasks: str | Iterable[Task] | None) -> list[Task]:
         found = load_tasks(tasks or "demo")
     elif isinstance(tasks, Task):
         found = [tasks]
-    else:
+    elif isinstance(tasks, Iterable):
         found = list(tasks)
+    else:
+        raise ConfigError(f"tasks must be a name or a list of Tasks, not {type(tasks).__name__}")
     if not found:
         raise ConfigError("an environment needs at least one task")
     seen: set[str] = set()

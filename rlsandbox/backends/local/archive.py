@@ -13,6 +13,7 @@ import hashlib
 import lzma
 import os
 import posixpath
+import stat
 import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,10 +99,22 @@ class DirectoryStore:
         self._root = root
 
     def open(self, name: str) -> IO[bytes]:
+        root = self._root.resolve()
         try:
-            return open(self._root / name, "rb")
+            path = (root / name).resolve()
+            if not path.is_relative_to(root):
+                raise ImageError(f"{self._root}: {name} lies outside the image")
+            # Not blocking: a fifo would wait for ever, a device might never end.
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
             raise ImageError(f"{self._root}: {name} is missing; the layout is not whole") from None
+        except (OSError, RuntimeError, ValueError) as error:
+            said = error.strerror if isinstance(error, OSError) else error
+            raise ImageError(f"{self._root}: {name} cannot be read: {said}") from None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise ImageError(f"{self._root}: {name} is no file")
+        return open(fd, "rb")
 
     def names(self) -> Sequence[str]:
         return os.listdir(self._root)
@@ -206,6 +219,8 @@ def open_store(path: Path, scratch: Path) -> Iterator[Store]:
     if path.is_dir():
         yield DirectoryStore(path)
         return
+    if path.exists() and not path.is_file():
+        raise ImageError(f"image {str(path)!r} is neither a directory nor a file")
     try:
         with open(path, "rb") as raw:
             plain = decompressed(raw, str(path))

@@ -28,6 +28,14 @@ class ImageInfo:
 
 def read_info(store: Store, shown: str, ref: str | None, machine: str) -> ImageInfo:
     """What the image in *store* is made of; *ref* picks one of several, *machine* one of its platforms."""
+    try:
+        return _read_info(store, shown, ref, machine)
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        # A list where a name should be, and all else that JSON allows: the image's fault, and it stays so.
+        raise ImageError(f"{shown} is no image as the standards have it: {error}") from error
+
+
+def _read_info(store: Store, shown: str, ref: str | None, machine: str) -> ImageInfo:
     names = store.names()
     if "manifest.json" in names and (ref is not None or "index.json" not in names):
         config_name, layer_names = _docker_manifest(_json(store, "manifest.json", shown), shown, ref)

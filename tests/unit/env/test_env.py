@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 from gymnasium.wrappers import RecordEpisodeStatistics, TimeLimit
 from hypothesis import HealthCheck, given, settings
@@ -462,3 +463,30 @@ def test_wrappers(pool: DoublePool) -> None:
 def test_arguments_that_make_no_sense(pool: DoublePool, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         SandboxEnv(**{"tasks": tasks(1), "pool": pool, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"reset_timeout": -1}, "reset_timeout must be a number of seconds above 0"),
+        ({"reset_timeout": "x"}, "reset_timeout must be a number of seconds above 0"),
+        ({"tasks": 5}, "tasks must be a name or a list of Tasks, not int"),
+    ],
+)
+def test_arguments_are_checked_when_it_is_made(pool: DoublePool, how: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        SandboxEnv(**{"tasks": tasks(1), "pool": pool, **how})
+
+
+def test_rewards_may_be_numpy_s_and_must_be_numbers(pool: DoublePool) -> None:
+    for reward, number in ((np.float32(0.5), 0.5), (np.array([2.0]), 2.0), (True, 1.0)):
+        env = SandboxEnv(tasks=tasks(1), pool=pool, reward_fn=lambda *_, reward=reward: reward)
+        env.reset()
+        assert env.step("x")[1] == number
+        env.close()
+    for wrong in (None, "1", 10**400, [1]):
+        env = SandboxEnv(tasks=tasks(1), pool=pool, reward_fn=lambda *_, wrong=wrong: wrong)
+        env.reset()
+        with pytest.raises(ConfigError, match="reward_fn must give a number"):
+            env.step("x")
+        env.close()
