@@ -12,6 +12,7 @@ import atexit
 import contextvars
 import os
 import threading
+import time
 import weakref
 from asyncio import tasks as _tasks
 from collections import deque
@@ -24,6 +25,9 @@ from .errors import PoolClosedError
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
+SLICE_S = 0.5
+"""How long the main thread waits without a look. A signal that comes just before a wait for a lock begins
+does not break it off: its handler runs, and Ctrl-C is heard, when the wait is over."""
 
 
 class _Job:
@@ -64,7 +68,18 @@ class _Job:
     def wait(self) -> None:
         """For whoever was interrupted while waiting: perhaps after the end was seen, so do not ask twice."""
         if not self.over:
-            self.done.acquire()
+            self.ended()
+
+    def ended(self, within: float | None = None) -> bool:
+        """Whether the end has come *within* so many seconds; without, it is waited for."""
+        end = None if within is None else time.monotonic() + within
+        slice_s = SLICE_S if threading.get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
+        while True:
+            left = slice_s if end is None else min(slice_s, max(end - time.monotonic(), 0))
+            if self.done.acquire(timeout=left):
+                return True
+            if end is not None and time.monotonic() >= end:
+                return False
 
 
 _enter: Callable[[Any, Any], None] | None = getattr(_tasks, "_enter_task", None)
@@ -210,7 +225,7 @@ class Portal:
         job = _Job(fn(*args, **kwargs))
         try:
             self._submit(job)
-            done = job.done.acquire(timeout=-1 if within is None else max(within, 0))
+            done = job.ended(within)
         except BaseException:
             # KeyboardInterrupt, or an exception of a signal handler: see the coroutine's end first. A second
             # one leaves at once; the clean-up goes on in the loop's thread.
@@ -221,7 +236,7 @@ class Portal:
             raise
         if not done:
             self._cancel(job)
-            job.done.acquire()
+            job.ended()
             if isinstance(job.error, asyncio.CancelledError):
                 raise TimeoutError(f"not done within {within:g} s")
         return cast(T, self._take(job))

@@ -103,6 +103,8 @@ class Driver(Watching):
         self._late: dict[str, asyncio.Task[Any]] = {}
         """Creations that were given up and have not ended."""
         self._given_up: set[str] = set()
+        self._cut: asyncio.Future[Any] = self._loop.create_future()
+        """Done when the pool closes and waits no longer for creations to end by themselves."""
         self._removed: OrderedDict[str, None] = OrderedDict()
         self._waiters: dict[int, asyncio.Future[None]] = {}
         self._refused: dict[int, Refuse] = {}
@@ -270,8 +272,9 @@ class Driver(Watching):
         spec, limit = self.specs[digest], self.deadlines.provision
         made: asyncio.Task[Held] = self._loop.create_task(self._make(name, spec, limit))
         try:
-            done, _ = await asyncio.wait({made}, timeout=limit)
-            if not done:
+            either: set[asyncio.Future[Any]] = {made, self._cut}
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not made.done():
                 made.cancel()
                 await asyncio.wait({made}, timeout=GRACE_S)
         except asyncio.CancelledError:
@@ -281,7 +284,8 @@ class Driver(Watching):
             raise
         if not made.done() or made.cancelled():
             self._ended_late(name, made)
-            cause = Cause("provision_timeout", f"creation did not end within {limit:g} s")
+            said = "the pool was closed" if self._cut.done() else f"creation did not end within {limit:g} s"
+            cause = Cause("provision_timeout", said)
             self._given_up.add(name)
             self.tell(_failed(self.core, name, cause, gave_up=True))
             return
@@ -485,6 +489,8 @@ class Driver(Watching):
         )
         if not gone and (timeout is None or timeout > SLOW_S):
             await self.backend.hurry(SLOW_S if timeout is None else min(SLOW_S, timeout - SLOW_S))
+            if not self._cut.done():
+                self._cut.set_result(None)
             left_s = None if timeout is None else max(0.0, timeout - (self._loop.time() - began))
             gone = await self.until(lambda: not self.core.members, left_s)
         if not gone:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import threading
 from typing import Any
 
@@ -49,3 +51,36 @@ def test_interrupted_when_the_end_was_just_seen(monkeypatch: pytest.MonkeyPatch)
             portal.call(one)
     assert portal.call(one) == 1
     portal.close()
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_that_does_not_break_the_wait_off_is_heard_all_the_same() -> None:
+    """As one that comes just before the wait begins: here another thread gets it, and Python notes it down."""
+    portal = Portal()
+    ended = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    def heard(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, heard)
+    stop = threading.Event()
+    other = threading.Thread(target=stop.wait)
+    other.start()
+    sender = threading.Timer(0.5, lambda: signal.pthread_kill(other.ident or 0, signal.SIGUSR1))
+    sender.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            portal.call(endless)
+        assert ended == [True]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        stop.set()
+        sender.join()
+        other.join()
+        portal.close()

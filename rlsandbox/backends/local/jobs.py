@@ -19,7 +19,7 @@ from typing import Any
 
 from ...errors import ImageError, SandboxError
 from . import archive, base, fitting, manifest
-from .layers import Unpacker
+from .layers import Unpacker, remove_tree
 from .view import OPAQUE
 
 CLONE_NEWUSER = 0x10000000
@@ -220,13 +220,7 @@ def remove(path: str) -> None:
     if not os.path.isdir(path) or os.path.islink(path):
         Path(path).unlink(missing_ok=True)
         return
-    if os.geteuid() != 0:
-        os.chmod(path, 0o700)
-        for top, names, _ in os.walk(path):
-            for name in names:
-                if not os.path.islink(where := os.path.join(top, name)):
-                    os.chmod(where, 0o700)
-    shutil.rmtree(path)
+    remove_tree(path)
 
 
 def host(*, cache: str, key: str, owners: bool, network: str) -> dict[str, Any]:

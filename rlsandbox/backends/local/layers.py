@@ -9,8 +9,8 @@ place when whole).
 
 from __future__ import annotations
 
+import errno
 import os
-import shutil
 import stat
 import tarfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +25,8 @@ from .view import MAX_LINKS, OPAQUE, Found, View, split
 MAX_ID = 65535
 NOBODY = 65534
 MAX_MTIME_NS = (1 << 33) * 10**9
+# Paths, sizes, numbers of links that a filesystem does not have.
+_ITS_FAULT = {errno.ENAMETOOLONG, errno.EFBIG, errno.EINVAL, errno.EMLINK, errno.EOVERFLOW, errno.ELOOP}
 _WH = ".wh."
 _OPQ = ".wh..wh..opq"
 # Character devices that images carry in /dev and that every episode gets anyway: skipped, all others refused.
@@ -90,6 +92,12 @@ class Unpacker:
                     self._member(member, data)
                 except (ValueError, OverflowError) as error:
                     raise self._hostile(member.name, f"it is malformed ({error})") from error
+                except OSError as error:
+                    if error.errno not in _ITS_FAULT:
+                        raise
+                    raise self._hostile(
+                        member.name, f"no filesystem has such a thing ({error.strerror})"
+                    ) from error
             if self._overlay:
                 self._mark(whiteouts)
             else:  # what was carried out before its way was led astray is refused as well
@@ -293,7 +301,7 @@ class Unpacker:
             self._links.discard(path)
 
     def _remove_tree(self, path: str) -> None:
-        shutil.rmtree(path, dir_fd=self._root)
+        remove_tree(f"{self._path}/{path}")
         inside = path + "/"
         gone = {name for name in (*self._dirs, *self._links) if name == path or name.startswith(inside)}
         self._dirs -= gone
@@ -379,6 +387,30 @@ class Unpacker:
             os.mknod(path, stat.S_IFCHR, 0, dir_fd=self._root)
         elif found.is_dir:
             os.setxattr(f"{self._path}/{path}", OPAQUE, b"y")
+
+
+def remove_tree(path: str) -> None:
+    """Remove the directory *path*, whatever its directories' modes and however deep they lie.
+
+    Nobody else can write there. What lies deep is moved up first: names stay short, and nothing recurses.
+    """
+    top, mark = os.path.dirname(path), f".gone-{os.getpid()}-{os.urandom(8).hex()}"
+    todo = [path]
+    moved = 0
+    while todo:
+        here = todo.pop()
+        if os.geteuid() != 0:
+            os.chmod(here, 0o700)
+        for entry in list(os.scandir(here)):
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(entry.path)
+                continue
+            if os.geteuid() != 0:
+                os.chmod(entry.path, 0o700)  # moving a directory changes its ".."
+            moved += 1
+            todo.append(os.path.join(top, f"{mark}-{moved}"))
+            os.rename(entry.path, todo[-1])
+        os.rmdir(here)
 
 
 def _depth(path: str) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlsandbox.backends.local import archive
+from rlsandbox.backends.local.jobs import remove
 from rlsandbox.backends.local.layers import Unpacker
 from rlsandbox.backends.local.view import OPAQUE, View, is_whiteout
 from rlsandbox.errors import ImageError
@@ -229,6 +230,22 @@ HOSTILE = {
     "deletes-through-a-link": ([link("way", "/"), f("way/.wh.etc", "")], "way/.wh.etc"),
     "empty-link": ([link("x", "")], "x"),
     "long-name": ([f("n" * 256)], "n" * 256),
+    "long-path": (
+        [f("\u00fc" * 100 + "/" + "a/" * 1850 + "\u00fc" * 100)],
+        "\u00fc" * 100 + "/" + "a/" * 1850 + "\u00fc" * 100,
+    ),
+    "file-that-became-a-link": ([f("a", "x"), link("a", "/etc"), f("a/evil", "x")], "a/evil"),
+    "directory-that-became-a-link": ([d("a"), f("a/b", "x"), link("a", "/etc"), f("a/evil", "x")], "a/evil"),
+    "hard-link-to-a-link": (
+        [link("a", "/etc"), hard("b", "a"), d("c"), hard("c/d", "b"), f("c/d/evil", "x")],
+        "c/d/evil",
+    ),
+    "whiteout-through-a-later-link": ([d("a"), link("a", "/etc"), f("a/.wh.passwd", "")], "a/.wh.passwd"),
+    "whiteout-with-a-path": ([Entry("a/.wh.../x", kind="f"), f("../.wh.x")], "../.wh.x"),
+    "pax-path-out": ([Entry("fine", b"x", pax={"path": "../evil"})], "../evil"),
+    "pax-path-absolute": ([Entry("fine", b"x", pax={"path": "/etc/evil"})], "/etc/evil"),
+    "pax-link-out": ([Entry("x", kind="h", link="fine", pax={"linkpath": "../../etc/shadow"})], "x"),
+    "surrogates": ([f("\udcff\n/../../evil", "x")], "\udcff\n/../../evil"),
 }
 
 
@@ -325,3 +342,79 @@ def test_decompression_is_told_by_content_and_its_faults_are_ours(tmp_path: Path
                 tmp_path / "out",
                 "blob",
             )
+
+
+def sparse(size: int, name: str = "big") -> bytes:
+    """A GNU sparse file of *size* that stores one byte."""
+    info = tarfile.TarInfo("GNUSparseFile.0/" + name)
+    stored = b"1\n0\n1\n".ljust(512, b"\0") + b"x"
+    info.size = len(stored)
+    info.pax_headers = {
+        "GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": name, "GNU.sparse.realsize": str(size),
+    }  # fmt: skip
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        tar.addfile(info, io.BytesIO(stored))
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("size", [1 << 62, (1 << 63) - 1, 1 << 70])
+def test_a_sparse_file_beyond_any_filesystem_is_refused(tmp_path: Path, size: int) -> None:
+    tar = tmp_path / "t.tar"
+    tar.write_bytes(sparse(size))
+    (tmp_path / "root").mkdir()
+    with (
+        pytest.raises(ImageError, match="member 'big' is refused"),
+        Unpacker(tmp_path / "root", form="apply", owners=AS_ROOT, shown="t") as unpacker,
+    ):
+        unpacker.unpack(tar)
+
+
+def test_twice_the_same_name_is_the_last_of_them(tmp_path: Path) -> None:
+    (root,) = unpack(
+        tmp_path,
+        [
+            *(f("a", "1"), f("a", "22")),
+            *(d("b"), f("b/inside", "x"), f("b", "a file now")),
+            *(f("c", "x"), hard("d", "c"), f("c", "y")),
+            *(d("e", 0o700), f("e/kept", "x"), d("e", 0o755)),
+            f("with\na line end \udcff", "odd"),
+        ],
+    )
+    assert (root / "a").read_text() == "22"
+    assert (root / "b").read_text() == "a file now"
+    assert ((root / "c").read_text(), (root / "d").read_text()) == ("y", "x"), (
+        "no write goes through the link"
+    )
+    assert (root / "e/kept").read_text() == "x"
+    assert stat.S_IMODE((root / "e").stat().st_mode) == 0o755
+    assert (root / "with\na line end \udcff").read_text() == "odd"
+
+
+@pytest.mark.parametrize("form", ["overlay", "apply"])
+def test_a_deletion_of_a_deletion_is_nothing(tmp_path: Path, form: str) -> None:
+    roots = unpack(tmp_path, [f("a", "x"), f("b", "x")], [f(".wh..wh.a", ""), f(".wh.b", "")], form=form)
+    names = {name for root in roots for name in os.listdir(root)}
+    assert "a" in names
+    assert not any(name.startswith(".wh.") for name in names)
+
+
+def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
+    """An image may hold paths that are deeper than Python's stack, and then be refused."""
+    top = tmp_path / "place"
+    top.mkdir()
+    fd = os.open(top, os.O_RDONLY)
+    for n in range(3000):
+        os.mkdir("d", 0o700, dir_fd=fd)
+        os.close(os.open("file", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+        if n % 7 == 0:
+            os.chmod("d", 0o500, dir_fd=fd)
+        os.close(fd)
+        fd = below
+    os.symlink("/etc", "link", dir_fd=fd)
+    os.close(fd)
+    remove(str(top))
+    assert os.listdir(tmp_path) == []
+    deep = "d/" * 1900
+    unpack(tmp_path, [f(deep + "x", "1"), f("d", "a file now")], form="apply")

@@ -276,3 +276,25 @@ def test_what_an_empty_pool_does(tmp_path: Path, when_empty: str) -> None:
         assert pool.stats().created == before
 
     on_virtual_time(tmp_path, test, when_empty=when_empty)
+
+
+def test_closing_does_not_wait_for_a_creation_that_takes_long(tmp_path: Path) -> None:
+    """An image that is being pulled would keep whoever has pressed Ctrl-C for as long as the close may take."""
+
+    async def main() -> None:
+        lying = LyingBackend(Simulated(seed=5))
+        pool = AsyncPool(lying, config=False, ledger=tmp_path, size=2)
+        pool.deadlines = Deadlines(provision=10_000.0)
+        await pool.start()
+        await pool.wait_ready(timeout=60)
+        lying.creates_hang = 1
+        sandbox = await pool.claim(TASK)
+        await sandbox.release(discard=True)
+        await asyncio.sleep(5)
+        assert pool.stats().creating == 1
+        began = asyncio.get_running_loop().time()
+        await pool.close(timeout=300)
+        assert asyncio.get_running_loop().time() - began < 30
+        assert lying.exists == {}
+
+    VirtualClock().run(main())
