@@ -104,8 +104,8 @@ class Client:
         )
 
 
-class Trainer(PPOTrainerSync):  # type: ignore[misc]
-    """verl's synchronous trainer, without its accelerators."""
+class OnCPU:
+    """What verl's trainers do with accelerators, done without."""
 
     def __init__(self, config: Any, model: Path) -> None:
         super().__init__(config)
@@ -155,14 +155,19 @@ class Trainer(PPOTrainerSync):  # type: ignore[misc]
         return batch
 
 
-def configuration(place: Path, steps: int) -> Any:
+class Trainer(OnCPU, PPOTrainerSync):  # type: ignore[misc]
+    """verl's synchronous trainer, without its accelerators."""
+
+
+def configuration(place: Path, **more: Any) -> Any:
+    """verl's own, for a trainer without accelerators; *more* by the options' dotted names."""
     given = {
         "actor_rollout_ref.model.path": place / "model",
         "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.n": 4,
         "actor_rollout_ref.rollout.agent.num_workers": 2,
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": place / "loops.yaml",  # one
-        "+actor_rollout_ref.rollout.agent.agent_loop_manager_class": MANAGER,  # two
+        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class": MANAGER,  # two
         "algorithm.adv_estimator": "grpo",
         "algorithm.rollout_correction.bypass_mode": True,  # the generating policy is the trained one
         "data.train_files": place / "train.parquet",
@@ -174,15 +179,47 @@ def configuration(place: Path, steps: int) -> Any:
         "trainer.val_before_train": False,
         "trainer.test_freq": -1,
         "trainer.save_freq": -1,
-        "trainer.total_training_steps": steps,
         "trainer.total_epochs": 1000,
         "trainer.v1.sampler.sync_refill_failed_groups": True,
         "transfer_queue.enable": True,
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
+        **more,
     }
     where = Path(verl.trainer.__file__).parent / "config"
     with initialize_config_dir(config_dir=str(where), version_base=None):
         return compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in given.items()])
+
+
+def tasks(n: int = 8, **more: Any) -> list[dict[str, Any]]:
+    grader = {"command": GRADER, "reward": "file:/tmp/reward"}
+    return [
+        {"id": f"letters-{i}", "prompt": f"Write letters. {i}", "workdir": "/work", "grader": grader, **more}
+        for i in range(n)
+    ]
+
+
+def train(place: Path, kind: type = Trainer, loops: str = LOOPS, rows: Any = (), **options: Any) -> None:
+    """Trains in *place*, a directory that outlives it where it is to be gone on with."""
+    make_model(place / "model")
+    (place / "loops.yaml").write_text(loops)
+    (place / "tasks.jsonl").write_text("\n".join(map(json.dumps, rows or tasks())))
+    to_parquet(place / "tasks.jsonl", place / "train.parquet")
+    # Of these CPUs ray only keeps the books.
+    ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
+    config = configuration(place, **options)
+    tq.init(config.transfer_queue)
+    try:
+        trainer = kind(config, place / "model")
+        trainer.init()
+        rollout = config.actor_rollout_ref.rollout
+        manager = load_class_from_fqn(rollout.agent.agent_loop_manager_class).create(
+            config=config, llm_client=trainer.client, reward_loop_worker_handles=[]
+        )
+        trainer.fit(manager)
+        trainer.logger.finish()  # verl's main_ppo does it; closes the pool too
+    finally:
+        tq.close()
+        ray.shutdown()
 
 
 def main() -> None:
@@ -192,31 +229,7 @@ def main() -> None:
     os.environ.setdefault("VERL_FILE_LOGGER_PATH", "verl_grpo.jsonl")
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     with tempfile.TemporaryDirectory() as directory:
-        place = Path(directory)
-        make_model(place / "model")
-        (place / "loops.yaml").write_text(LOOPS)
-        tasks = [
-            {"id": f"letters-{i}", "prompt": f"Write letters. {i}", "workdir": "/work",
-             "grader": {"command": GRADER, "reward": "file:/tmp/reward"}} for i in range(8)
-        ]  # fmt: skip
-        (place / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
-        to_parquet(place / "tasks.jsonl", place / "train.parquet")
-        # Of these CPUs ray only keeps the books.
-        ray.init(num_cpus=16, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False)
-        config = configuration(place, steps)
-        tq.init(config.transfer_queue)
-        try:
-            trainer = Trainer(config, place / "model")
-            trainer.init()
-            rollout = config.actor_rollout_ref.rollout
-            manager = load_class_from_fqn(rollout.agent.agent_loop_manager_class).create(
-                config=config, llm_client=trainer.client, reward_loop_worker_handles=[]
-            )
-            trainer.fit(manager)
-            trainer.logger.finish()  # verl's main_ppo does it; closes the pool too
-        finally:
-            tq.close()
-            ray.shutdown()
+        train(Path(directory), **{"trainer.total_training_steps": steps})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +60,8 @@ def _log(original: Any, tracking: Any, data: Any, step: Any, *args: Any, **kwarg
 
 
 def _finish(original: Any, tracking: Any, *args: Any, **kwargs: Any) -> Any:
-    if not getattr(tracking, "_finished", False):
+    # By Tracking.__del__, at the very end of the interpreter, nothing can be done: ray's processes are gone.
+    if not getattr(tracking, "_finished", False) and not sys.is_finalizing():
         close()
     return original(tracking, *args, **kwargs)
 

@@ -9,6 +9,8 @@ import ray
 from tensordict import TensorDict
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
+from rlsandbox.errors import UnsupportedError
+
 from . import hooks, versions
 from .owner import ask, ask_blocking, owner_on
 from .settings import settings_in
@@ -24,9 +26,16 @@ class SandboxAgentLoopManager(AgentLoopManagerTQ):  # type: ignore[misc]
     when no rollout can be completed any more.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         versions.require()
-        super().__init__(*args, **kwargs)
+        if not config.get("transfer_queue", {}).get("enable"):
+            raise UnsupportedError(
+                "SandboxAgentLoopManager is for verl's v1 trainer: this trainer has no transfer queue",
+                phase="config",
+                hint="with trainer.use_v1=False, one-step-off and fully async leave agent_loop_manager_class "
+                "out and set algorithm.adv_estimator=sandbox_grpo",
+            )
+        super().__init__(config, *args, **kwargs)
         self.settings = settings_in(self.config)
         self.owners: list[Any] = []
         hooks.track()

@@ -49,7 +49,9 @@ async def compute_score(
     while True:
         sandbox = await episode.begin(timeout=settings.claim_timeout)
         try:
-            await sandbox.write_file(file, blocks[-1] if blocks else solution_str)
+            code = blocks[-1] if blocks else solution_str
+            # As bytes: what UTF-8 cannot say (a lone surrogate) is the model's mistake, not the caller's.
+            await sandbox.write_file(file, code.encode(errors="replace"))
             outcome = await episode.grade()
             if outcome.reward is None or not math.isfinite(outcome.reward):
                 raise ValueError(f"the grader's reward is {outcome.reward}, not a finite number")

@@ -119,7 +119,10 @@ class Session:
                         self.truncated = limit
                         return _reached(limit)
                     self._steps += 1
-                    return await tool(sandbox, *args)
+                    try:
+                        return await tool(sandbox, *args)
+                    except ConfigError as error:  # an argument is wrong, and the model gave it
+                        return f"error: {error.message}"
             except LimitReachedError as error:
                 self.truncated = error.limit
                 return _reached(error.limit)

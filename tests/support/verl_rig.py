@@ -1,63 +1,39 @@
-"""A tiny model directory, a model that does what its prompt says, and verl's own configuration."""
+"""The example's tiny model and configuration, and a model that does what its prompt says."""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-TEMPLATE = (
-    "{%- for m in messages -%}<|{{ m.role }}|>{{ m.content or '' }}"
-    "{%- for c in m.tool_calls or [] -%}<tool_call>{{ c.function | tojson }}</tool_call>{%- endfor -%}<|end|>"
-    "{%- endfor -%}{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"
-)
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
-def make_model(place: Path) -> Path:
-    """Configuration and tokenizer (bytes) of a model that nobody ever runs."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, PreTrainedTokenizerFast
+def example() -> Any:
+    """The example: its model and its configuration are ours."""
+    if EXAMPLES not in sys.path:
+        sys.path.insert(0, EXAMPLES)
+    import verl_grpo
 
-    names = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[]))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    core.decoder = decoders.ByteLevel()
-    words = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>", pad_token="<|pad|>")
-    words.chat_template = TEMPLATE
-    words.save_pretrained(place)
-    LlamaConfig(
-        vocab_size=len(words), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-        num_attention_heads=2, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(place)  # fmt: skip
-    return place
+    return verl_grpo
 
 
 def config(model: Path, loops: Path, **overrides: Any) -> Any:
-    """verl's own, for a trainer without accelerators."""
-    import verl.trainer
-    from hydra import compose, initialize_config_dir
-
+    """The example's, with room for what prompts say."""
     given = {
-        "actor_rollout_ref.model.path": model,
-        "actor_rollout_ref.rollout.name": "vllm",
         "actor_rollout_ref.rollout.prompt_length": 2048,
         "actor_rollout_ref.rollout.response_length": 2048,
         "actor_rollout_ref.rollout.calculate_log_probs": True,
-        "actor_rollout_ref.rollout.n": 4,
-        "actor_rollout_ref.rollout.agent.num_workers": 2,
         "actor_rollout_ref.rollout.agent.agent_loop_config_path": loops,
         "actor_rollout_ref.rollout.agent.default_agent_loop": "sandboxes",
         "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": 512,
-        "++actor_rollout_ref.rollout.agent.agent_loop_manager_class": "rlsandbox_verl.SandboxAgentLoopManager",
-        "trainer.device": "cpu",
-        "trainer.v1.sampler.sync_refill_failed_groups": True,
-        "algorithm.adv_estimator": "grpo",
+        "algorithm.rollout_correction.bypass_mode": False,
+        "transfer_queue.enable": False,
         **overrides,
     }
-    where = Path(verl.trainer.__file__).parent / "config"
-    with initialize_config_dir(config_dir=str(where), version_base=None):
-        return compose("ppo_trainer", overrides=[f"{name}={value}" for name, value in given.items()])
+    return example().configuration(model.parent, **given)
 
 
 def plan(*calls: tuple[str, dict[str, Any]]) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,38 @@ def rig(verl: Any) -> Any:
     return verl_rig
 
 
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    """Starts a script with a home of its own."""
+    import verl_runs
+
+    from rlsandbox import _paths
+
+    begun: list[subprocess.Popen[str]] = []
+
+    def run(script: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
+        env = {
+            **os.environ, "RLSANDBOX_HOME": str(tmp_path / "home"), "RLSANDBOX_CACHE": str(_paths.cache()),
+            "VERL_FILE_LOGGER_PATH": str(tmp_path / "log.jsonl"), "RAY_AUTH_MODE": "disabled",
+            "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(SUPPORT)]), **more,  # ray's workers as well
+        }  # fmt: skip
+        env.pop("RAY_ADDRESS", None)
+        with (tmp_path / "out").open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(script), *arguments],
+                cwd=tmp_path, env=env, stdout=out, stderr=out, text=True,
+            )  # fmt: skip
+        begun.append(process)
+        return process
+
+    yield run
+    for process in begun:
+        process.kill()
+        process.wait()
+    for pid in verl_runs.of(tmp_path / "home"):  # of a test that has failed
+        os.kill(int(pid), signal.SIGKILL)
+
+
 VICTIM = "test $(( @i % 4 )) != 0 || sleep 87654; echo @i > out"
 ONCE = "test @i != 0 || sleep 87654; echo @i > out"
 EVEN = "test $(( $(cat out) % 2 )) = 0"
@@ -44,6 +78,15 @@ PLANS: dict[str, Any] = {
     "raises": [("RAISE", {"who": [2]})],
     "all-raise": [("RAISE", {"who": [0, 1, 2, 3]})],
     "asleep": [("shell", {"command": "sleep 87653"})],
+    "garbage": [
+        ("shell", {"command": "echo \0"}),
+        ("write_file", {"path": "out\ud800", "content": "2"}),
+        ("write_file", {"path": "out", "content": "\udfff"}),
+        ("read_file", {"path": ""}),
+        ("shell", {"cmd": "ls"}),
+        ("nonsense", {}),
+        ("shell", {"command": "echo 2 > out"}),
+    ],
     "cheat": [
         ("shell", {"command": "ls -a; cat check 2>&1"}),
         ("submit", {}),
@@ -55,7 +98,7 @@ PLANS: dict[str, Any] = {
 @pytest.fixture(scope="session")
 def place(rig: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("verl")
-    rig.make_model(where / "model")
+    rig.example().make_model(where / "model")
     tasks = [
         {"id": name, "prompt": rig.plan(*calls), "workdir": "/work",
          "grader": {"command": EVEN, "files": {"check": "hidden"}}}

@@ -75,6 +75,50 @@ async def test_what_is_missing_has_an_empty_row_that_verls_numbers_leave_out(
     assert log["response/aborted_ratio"] == pytest.approx(1 / 8)
 
 
+@pytest.mark.parametrize("trainer", ["one-step-off", "fully async"])
+async def test_the_managers_of_the_older_asynchronous_trainers(
+    training: Any, rig: Any, place: Any, trainer: str
+) -> None:
+    """Their own manager classes, with workers in ray; an owner that the first rollout finds or makes."""
+    from rlsandbox_verl.owner import disconnect
+    from verl.experimental.agent_loop import AgentLoopManager
+    from verl.protocol import DataProto
+
+    config = rig.config(
+        place / "model", place / "loops.yaml",
+        **{"algorithm.adv_estimator": "sandbox_grpo", "actor_rollout_ref.rollout.response_length": 512},
+    )  # fmt: skip
+    options = {
+        "config": config,
+        "llm_client": rig.Obedient(place / "model"),
+        "reward_loop_worker_handles": None,
+    }
+    rows = prompts(rig, place, training.plans, "plain", "raises")
+    if trainer == "one-step-off":
+        manager = await AgentLoopManager.create(**options)
+        out = await manager.generate_sequences(rows)
+    else:
+        module = pytest.importorskip("verl.experimental.fully_async_policy.fully_async_rollouter")
+        manager = await module.FullyAsyncAgentLoopManager.create(**options)
+        singles = [manager.generate_sequences_single(rows[i : i + 4]) for i in (0, 4)]  # a prompt at a time
+        out = DataProto.concat([await single for single in singles])
+    await disconnect()
+    told = list(out.non_tensor_batch["sandbox"])
+    assert [one["status"] for one in told[:4]] == ["completed"] * 4
+    assert sorted(one["status"] for one in told[4:]) == ["completed"] * 3 + ["failed"]
+    lengths = out.batch["attention_mask"][:, config.actor_rollout_ref.rollout.prompt_length :].sum(-1)
+    assert [n == 0 for n in lengths] == [one["status"] == "failed" for one in told]
+
+
+def test_the_manager_is_for_the_trainer_with_a_queue(rig: Any, place: Any) -> None:
+    from rlsandbox_verl import SandboxAgentLoopManager
+
+    from rlsandbox.errors import UnsupportedError
+
+    with pytest.raises(UnsupportedError, match="is for verl's v1 trainer"):
+        SandboxAgentLoopManager(config=rig.config(place / "model", place / "loops.yaml"), llm_client=None)
+
+
 async def test_an_estimator_that_would_count_a_zero_is_refused(training: Any, rig: Any, place: Any) -> None:
     from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
 

@@ -108,6 +108,14 @@ def test_the_work_is_graded_out_of_the_models_reach(job: Any) -> None:
         )
 
 
+def test_whatever_a_model_calls_is_answered_and_scored(job: Any) -> None:
+    job.submit("garbage")
+    rows = job.rows(job.sample(1), "rm_scores", "extra_fields")
+    assert rewards(rows) == [1.0] * 4
+    assert {row["sandbox"]["status"] for row in rows["extra_fields"]} == {"completed"}
+    assert job.refills == []
+
+
 def test_a_sandbox_that_dies_in_a_tool_leaves_its_rollout_out_of_the_group(job: Any) -> None:
     from verl.protocol import DataProto
     from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
