@@ -152,7 +152,7 @@ def test_what_cannot_become_a_sandbox_is_told_soon(
 def test_a_runtime_class_that_is_not_there(any_kubeconfig: Path, namespace: str) -> None:
     async def body() -> None:
         async with host(any_kubeconfig, namespace, runtime_class="nope") as lone:
-            with pytest.raises(errors.ProvisionError, match="nope"):
+            with pytest.raises(errors.ConfigError, match="no RuntimeClass 'nope'"):
                 await lone.make(timeout=40)
 
     run(body)

@@ -117,7 +117,11 @@ class Kubernetes(Backend):
             raise ConfigError(f"Kubernetes: mode must be auto, {', '.join(MODES)}, not {mode!r}")
         if template is not None and warm_pool is not None:
             raise ConfigError("Kubernetes: a warm pool has its own template; name one of the two")
-        for what, value in (("namespace", namespace), ("template", template), ("warm_pool", warm_pool)):
+        for what, value in (
+            ("namespace", namespace), ("template", template), ("warm_pool", warm_pool),
+            ("runtime_class", runtime_class), ("gvisor_class", gvisor_class),
+            *(("pull_secrets", name) for name in pull_secrets),
+        ):  # fmt: skip
             if value is not None and names.dns_label(value) != value and "." not in value:
                 raise ConfigError(
                     f"Kubernetes: {what} {value!r} cannot be a name: letters a-z, digits and '-' only"

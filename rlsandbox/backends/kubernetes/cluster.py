@@ -68,6 +68,8 @@ class Cluster:
         if mode == "auto":
             mode = {"restricted": "replace", "baseline": "userns"}.get(level, "overlay")
         self.shape = replace(shape, mode=mode)
+        for runtime in (shape.runtime_class, shape.gvisor_class):
+            await self._has_runtime(runtime)
         self.crds = await self._has_crds(named)
         selector = f"{names.RUN}={run}"
         self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod)
@@ -114,6 +116,24 @@ class Cluster:
                 raise
             return ""  # this right is only a convenience
         return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
+
+    async def _has_runtime(self, name: str | None) -> None:
+        """
+        Raises:
+            ConfigError: there is none of that name. Who may not look hears of it from the first pod.
+        """
+        if name is None:
+            return
+        try:
+            await self.api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{name}")
+        except ApiError as error:
+            if error.status == 404:
+                raise ConfigError(
+                    f"{self.api.where} has no RuntimeClass {name!r}",
+                    kind="no_runtime_class", hint="kubectl get runtimeclasses",
+                ) from error  # fmt: skip
+            if error.status != 403:
+                raise
 
     async def _has_crds(self, named: bool) -> bool:
         try:

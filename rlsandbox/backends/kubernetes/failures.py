@@ -112,10 +112,15 @@ def end_of_pod(pod: JSON) -> SandboxDiedError | None:
             if status.get("reason") == "Evicted":
                 break
             said = " ".join((ended.get("message") or "").split())
+            if said.startswith("cannot "):  # the keeper's own words: it will say the same the next time
+                return SandboxDiedError(
+                    f"its keeper could not start{where}: {said}",
+                    kind="keeper_start", sandbox=name, retryable=False,
+                )  # fmt: skip
             return SandboxDiedError(
                 f"its container ended{where} with {ended.get('exitCode')}"
                 + (f": {said}" if said else f" ({ended.get('reason')})" if ended.get("reason") else ""),
-                kind="container_ended", sandbox=name, retryable="SYS_ADMIN over the node" not in said,
+                kind="container_ended", sandbox=name,
             )  # fmt: skip
         if row.get("restartCount"):
             return SandboxDiedError(f"its container was restarted{where}", kind="restarted", sandbox=name)

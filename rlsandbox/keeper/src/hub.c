@@ -508,6 +508,8 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
     sigset_t set;
     struct rlimit rl;
     int pidfd = k_pidfd_open(client), sig;
+    if (pidfd < 0 && errno == ENOSYS)
+        return fail(e, errno, "watch processes: this kernel has no pidfd_open (Linux 5.3, or a newer gVisor, is needed)");
     if (pidfd < 0)
         return fail(e, errno, "watch the client, process %d", (int)client);
     if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {

@@ -286,7 +286,7 @@ def waiting(reason: str, message: str) -> JSON:
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, errors.ProvisionError, "evicted", True),
         (
             {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "cannot hold SYS_ADMIN over the node: x"}}}]},
-            errors.ProvisionError, "container_ended", False,
+            errors.ProvisionError, "keeper_start", False,
         ),
     ],
 )  # fmt: skip

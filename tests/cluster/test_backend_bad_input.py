@@ -1,0 +1,134 @@
+"""What is asked for and cannot be: one clear line each, before anything is made."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import rlsandbox as rls
+from rlsandbox import errors
+from rlsandbox.spec import Spec
+from tests.cluster.cluster import Cluster
+from tests.cluster.faults import Faults
+from tests.cluster.kube import _load
+
+pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
+from rlsandbox.backends.kubernetes import Kubernetes
+
+TEST = os.environ.get("RLSANDBOX_TEST_IMAGE", "registry.test/test:1")
+
+
+def no_cluster(cluster: Cluster, tmp: Path) -> dict[str, Any]:
+    return {"kubeconfig": str(tmp / "none")}
+
+
+def a_cluster_that_is_not_up(cluster: Cluster, tmp: Path) -> dict[str, Any]:
+    config = _load(cluster.kubeconfig("admin", "direct"))
+    config["clusters"][0]["cluster"]["server"] = "https://127.0.0.1:9"
+    (tmp / "config").write_text(json.dumps(config))
+    return {"kubeconfig": str(tmp / "config")}
+
+
+def an_expired_token(cluster: Cluster, tmp: Path) -> dict[str, Any]:
+    config = _load(cluster.kubeconfig("admin", "direct"))
+    config["users"] = [{"name": config["users"][0]["name"], "user": {"token": "expired"}}]
+    (tmp / "config").write_text(json.dumps(config))
+    return {"kubeconfig": str(tmp / "config")}
+
+
+CASES: list[tuple[Any, type[Exception], str]] = [
+    (no_cluster, errors.ConfigError, "no cluster to talk to: .*/none does not exist"),
+    (a_cluster_that_is_not_up, errors.SandboxError, "no answer from the API server"),
+    (an_expired_token, errors.SandboxError, "the token is wrong or has expired"),
+    ({"context": "nowhere"}, errors.ConfigError, "nowhere.*contexts there: admin"),
+    ({"namespace": "not-there"}, errors.ConfigError, "has no namespace 'not-there'"),
+    ({"namespace": "Not_A_Name"}, errors.ConfigError, "'Not_A_Name' cannot be a name"),
+    ({"template": "nope"}, errors.ConfigError, "no SandboxTemplate 'nope'"),
+    ({"warm_pool": "nope"}, errors.ConfigError, "no SandboxWarmPool 'nope'"),
+    ({"runtime_class": "nope"}, errors.ConfigError, "no RuntimeClass 'nope'"),
+    ({"gvisor_class": "No Class"}, errors.ConfigError, "'No Class' cannot be a name"),
+    ({"mode": "best"}, errors.ConfigError, "mode must be auto"),
+    ({"arch": "z80"}, errors.ConfigError, "arch must be one of"),
+]
+
+
+@pytest.mark.parametrize(("how", "kind", "words"), CASES)
+def test_one_line_before_anything_is_made(
+    cluster: Cluster, tmp_path: Path, how: Any, kind: type[Exception], words: str
+) -> None:
+    given = how(cluster, tmp_path) if callable(how) else how
+    options = {"kubeconfig": str(cluster.kubeconfig("admin", "direct")), "image": TEST, **given}
+    with pytest.raises(kind, match=words) as caught, rls.Pool(Kubernetes(**options), size=1, config=False):
+        pass
+    assert (
+        "\n" not in str(caught.value) and not getattr(caught.value, "retryable", False) or "answer" in words
+    )
+    leases = "/apis/coordination.k8s.io/v1/leases"
+    assert not cluster.kube().items(leases, labelSelector="rlsandbox/managed=true")
+
+
+def test_an_image_that_does_not_exist(cluster: Cluster, namespace: str) -> None:
+    config = str(cluster.kubeconfig("admin", "direct"))
+    backend = Kubernetes(kubeconfig=config, namespace=namespace)
+    spec = Spec(image="registry.test/not/there:1")
+    with (
+        rls.Pool(backend, size=1, spec=spec, config=False) as pool,
+        pytest.raises(errors.ImageError, match="registry.test/not/there:1 cannot be had on node") as caught,
+    ):
+        pool.wait_ready(1, timeout=60)
+    assert "\n" not in str(caught.value) and not caught.value.retryable
+
+
+def test_without_the_crds_sandboxes_are_plain_pods(
+    cluster: Cluster, namespace: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.add(door="api", path="/apis/extensions.agents.x-k8s.io.*", status=404, reason="NotFound")
+    config = str(cluster.kubeconfig("admin", "api"))
+    caplog.set_level(logging.WARNING, "rlsandbox.kubernetes")
+    backend = Kubernetes(kubeconfig=config, namespace=namespace, image=TEST)
+    with rls.Pool(backend, size=1, config=False) as pool, pool.claim(rls.Task(id="t")) as sandbox:
+        assert sandbox.run("echo x").stdout == "x\n"
+    assert [
+        r.message for r in caplog.records if "no agent-sandbox CRDs: sandboxes are plain pods" in r.message
+    ]
+
+
+def test_crds_of_another_version_are_named(
+    cluster: Cluster, namespace: str, faults: Faults, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults.add(door="api", path="/apis/extensions.agents.x-k8s.io/v1beta1", status=404, reason="NotFound")
+    config = str(cluster.kubeconfig("admin", "api"))
+
+    async def body() -> None:
+        backend = Kubernetes(kubeconfig=config, namespace=namespace, template="theirs")
+        with pytest.raises(errors.UnsupportedError, match="another version.*install agent-sandbox v1.0"):
+            await backend.capabilities()
+        await backend.close()
+
+    asyncio.run(body())
+
+
+def test_a_template_without_the_keeper(cluster: Cluster, make_namespace: Callable[..., str]) -> None:
+    namespace = make_namespace()
+    path = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxtemplates"
+    template = {
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": "SandboxTemplate",
+        "metadata": {"name": "theirs"},
+        "spec": {"podTemplate": {"spec": {"containers": [{"name": "c", "image": TEST}]}}},
+    }
+    made = cluster.kube().create(path, template)
+    config = str(cluster.kubeconfig("admin", "direct"))
+    backend = Kubernetes(kubeconfig=config, namespace=namespace, template="theirs")
+    words = "SandboxTemplate 'theirs' does not carry the keeper: .*rlsandbox template check theirs"
+    with pytest.raises(errors.ConfigError, match=words), rls.Pool(backend, size=1, config=False):
+        pass
+    found = cluster.kube().get(f"{path}/theirs")
+    assert found["metadata"]["generation"] == made["metadata"]["generation"]  # untouched
