@@ -13,6 +13,7 @@ from ..backends.registry import backend_class
 from ..errors import ConfigError
 from ..spec import Spec
 from .common import json_option, print_json
+from .reap import parse_duration
 
 
 @click.group()
@@ -88,6 +89,25 @@ async def _check(name: str, context: str | None, namespace: str | None) -> list[
     finally:
         await api.close()
     return problems(template["spec"]["podTemplate"]["spec"])
+
+
+@command.command()
+@click.option(
+    "--image", metavar="IMAGE", required=True, help="One in which rlsandbox-pool[kubernetes] is installed."
+)
+@click.option("--schedule", metavar="CRON", default="*/10 * * * *", show_default=True)
+@click.option("--older-than", metavar="TIME", help="Only what is older: 90s, 30m, 1h, 2d.")
+def reap(image: str, schedule: str, older_than: str | None) -> None:
+    """A CronJob that removes what dead runs left in its namespace, with the rights that it needs, as YAML."""
+    if older_than is not None:
+        parse_duration(older_than, "--older-than")
+    if len(schedule.split()) != 5:
+        raise ConfigError(f"--schedule must have five fields, such as '*/10 * * * *', not {schedule!r}")
+    text = resources.files("rlsandbox").joinpath("backends/kubernetes/reap.yaml").read_text()
+    more = "" if older_than is None else f", --older-than, {json.dumps(older_than)}"
+    for word, value in (("IMAGE", json.dumps(image)), ("SCHEDULE", json.dumps(schedule)), (", MORE", more)):
+        text = text.replace(word, value)
+    click.echo(text, nl=False)
 
 
 @command.command()

@@ -67,9 +67,7 @@ def test_one_line_before_anything_is_made(
     options = {"kubeconfig": str(cluster.kubeconfig("admin", "direct")), "image": TEST, **given}
     with pytest.raises(kind, match=words) as caught, rls.Pool(Kubernetes(**options), size=1, config=False):
         pass
-    assert (
-        "\n" not in str(caught.value) and not getattr(caught.value, "retryable", False) or "answer" in words
-    )
+    assert "\n" not in str(caught.value)
     leases = "/apis/coordination.k8s.io/v1/leases"
     assert not cluster.kube().items(leases, labelSelector="rlsandbox/managed=true")
 
@@ -80,7 +78,7 @@ def test_an_image_that_does_not_exist(cluster: Cluster, namespace: str) -> None:
     spec = Spec(image="registry.test/not/there:1")
     with (
         rls.Pool(backend, size=1, spec=spec, config=False) as pool,
-        pytest.raises(errors.ImageError, match="registry.test/not/there:1 cannot be had on node") as caught,
+        pytest.raises(errors.ImageError, match=r"registry\.test/not/there:1 cannot be had on node") as caught,
     ):
         pool.wait_ready(1, timeout=60)
     assert "\n" not in str(caught.value) and not caught.value.retryable
@@ -108,7 +106,7 @@ def test_crds_of_another_version_are_named(
 
     async def body() -> None:
         backend = Kubernetes(kubeconfig=config, namespace=namespace, template="theirs")
-        with pytest.raises(errors.UnsupportedError, match="another version.*install agent-sandbox v1.0"):
+        with pytest.raises(errors.UnsupportedError, match=r"another version.*install agent-sandbox v1.0"):
             await backend.capabilities()
         await backend.close()
 
