@@ -64,12 +64,13 @@ def test_one_line_before_anything_is_made(
     cluster: Cluster, tmp_path: Path, how: Any, kind: type[Exception], words: str
 ) -> None:
     given = how(cluster, tmp_path) if callable(how) else how
+    leases = "/apis/coordination.k8s.io/v1/leases"
+    before = [row["metadata"]["name"] for row in cluster.kube().items(leases)]
     options = {"kubeconfig": str(cluster.kubeconfig("admin", "direct")), "image": TEST, **given}
     with pytest.raises(kind, match=words) as caught, rls.Pool(Kubernetes(**options), size=1, config=False):
         pass
     assert "\n" not in str(caught.value)
-    leases = "/apis/coordination.k8s.io/v1/leases"
-    assert not cluster.kube().items(leases, labelSelector="rlsandbox/managed=true")
+    assert [row["metadata"]["name"] for row in cluster.kube().items(leases)] == before
 
 
 def test_an_image_that_does_not_exist(cluster: Cluster, namespace: str) -> None:
@@ -130,3 +131,42 @@ def test_a_template_without_the_keeper(cluster: Cluster, make_namespace: Callabl
         pass
     found = cluster.kube().get(f"{path}/theirs")
     assert found["metadata"]["generation"] == made["metadata"]["generation"]  # untouched
+
+
+def test_a_keeper_that_is_injected_on_request(cluster: Cluster, make_namespace: Callable[..., str]) -> None:
+    """Mode replace, in a pod that runs a program of its own; the template stays as it is."""
+    namespace = make_namespace("restricted")
+    path = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}/sandboxtemplates"
+    container = {
+        "name": "c",
+        "image": TEST,
+        "command": ["sleep", "600"],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "runAsNonRoot": True,
+            "runAsUser": 1000,
+            "capabilities": {"drop": ["ALL"]},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+    template = {
+        "apiVersion": "extensions.agents.x-k8s.io/v1beta1",
+        "kind": "SandboxTemplate",
+        "metadata": {"name": "theirs"},
+        "spec": {"podTemplate": {"spec": {"terminationGracePeriodSeconds": 0, "containers": [container]}}},
+    }
+    made = cluster.kube().create(path, template)
+    how = {"kubeconfig": str(cluster.kubeconfig("admin", "direct")), "namespace": namespace}
+    backend = Kubernetes(**how, template="theirs", keeper="inject")
+    with rls.Pool(backend, size=1, spec=Spec(network="host"), config=False) as pool:
+        seen = []
+        for i in range(2):
+            with pool.claim(rls.Task(id=f"t{i}"), timeout=90) as sandbox:
+                assert sandbox.reset_mode == "replace"
+                seen.append(sandbox.run("id -u; ls /tmp/mark 2>/dev/null; touch /tmp/mark").stdout)
+        assert seen == ["1000\n", "1000\n"] and pool.stats().created >= 2
+        with pytest.raises(errors.UnsupportedError, match="keeper that was injected"):
+            pool.claim(rls.Task(id="closed", spec=Spec(network="none")), timeout=30)
+    assert cluster.kube().get(f"{path}/theirs")["metadata"]["generation"] == made["metadata"]["generation"]
+    with pytest.raises(errors.ConfigError, match="for a named template or warm pool"):
+        Kubernetes(keeper="inject")

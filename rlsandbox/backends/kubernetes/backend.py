@@ -10,13 +10,20 @@ from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, ThrottledError
+from ...errors import (
+    ConfigError,
+    ProvisionError,
+    SandboxDiedError,
+    SandboxError,
+    ThrottledError,
+    UnsupportedError,
+)
 from ...keeper.build import machine
 from ...keeper.durable import Durable
 from ...spec import Spec
 from ..base import Backend, Capabilities, Member, Tell
 from ..copies import LayerCopies
-from . import failures, manifests, names
+from . import failures, inject, manifests, names
 from .api import JSON, Api
 from .cluster import Cluster, default_run
 from .exec import ExecStream
@@ -85,6 +92,8 @@ class Kubernetes(Backend):
             rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
             after 10 s, and opened again (some 50 ms) when something is.
+        keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` that it carries, or
+            by ``inject``: written into each pod that runs already, in mode ``replace``.
     """
 
     name = "kubernetes"
@@ -112,9 +121,16 @@ class Kubernetes(Backend):
         grace: int = 60,
         keep: str | bool = True,
         streams: int = 128,
+        keeper: str = "stanza",
     ) -> None:
         if mode not in ("auto", *MODES):
             raise ConfigError(f"Kubernetes: mode must be auto, {', '.join(MODES)}, not {mode!r}")
+        if keeper not in ("stanza", "inject"):
+            raise ConfigError(f"Kubernetes: keeper must be 'stanza' or 'inject', not {keeper!r}")
+        if keeper == "inject" and template is None and warm_pool is None:
+            raise ConfigError("Kubernetes: keeper='inject' is for a named template or warm pool: name one")
+        if keeper == "inject" and mode not in ("auto", "replace"):
+            raise ConfigError("Kubernetes: keeper='inject' can only be mode replace")
         if template is not None and warm_pool is not None:
             raise ConfigError("Kubernetes: a warm pool has its own template; name one of the two")
         for what, value in (
@@ -138,6 +154,8 @@ class Kubernetes(Backend):
             pull_policy=pull_policy, pull_secrets=tuple(pull_secrets),
             node_selector=dict(node_selector or {}), tolerations=tuple(tolerations), grace=grace,
         )  # fmt: skip
+        self._inject = keeper == "inject"
+        mode = "replace" if self._inject else mode
         self._mode, self._template, self._warm_pool = mode, template, warm_pool
         self._how = {"kubeconfig": kubeconfig, "context": context, "namespace": namespace}
         self._write_rate, self._lifetime, self._streams = write_rate, lifetime, streams
@@ -199,7 +217,9 @@ class Kubernetes(Backend):
                             cluster.keeper()
                         )  # compiled the first time: no sandbox's deadline should pay for it
                     else:
-                        self._named = await cluster.named_pool(self._warm_pool, self._template)
+                        self._named = await cluster.named_pool(
+                            self._warm_pool, self._template, carries_keeper=not self._inject
+                        )
                 except BaseException:
                     await api.close()
                     raise
@@ -281,6 +301,11 @@ class Kubernetes(Backend):
                     f"image {place.spec.image!r}: the images of a named template or warm pool are its own",
                     hint="leave image out, or use no template and no warm_pool",
                 )
+            if self._inject and place.spec.network == "none":
+                raise UnsupportedError(
+                    "network='none' cannot be held by a keeper that was injected", phase="config",
+                    hint="Spec(network='host'), or a template that carries the keeper",
+                )  # fmt: skip
             pool = self._named
         else:
             pool = await cluster.pool_for(place.spec, place.wish)
@@ -350,8 +375,12 @@ class Kubernetes(Backend):
         async def dial() -> ExecStream:
             if place.ended is not None:
                 raise place.ended
-            return await ExecStream.open(cluster.api, place.pod, place.container, names.CONNECT)
+            way = inject.CONNECT if self._inject else names.CONNECT
+            return await ExecStream.open(cluster.api, place.pod, place.container, way)
 
+        if self._inject:
+            options = manifests.keeper_options(place.spec, self._shape)
+            await inject.inject(cluster.api, place.pod, place.container, self._shape.arch, options)
         stream = await Durable.open(
             dial, token=place.token, grace=self._shape.grace, rest=lambda: self.open_streams > self._streams
         )

@@ -232,19 +232,21 @@ class Cluster:
         await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, name, 0))
         return name
 
-    async def named_pool(self, warm_pool: str | None, template: str | None) -> str:
+    async def named_pool(
+        self, warm_pool: str | None, template: str | None, *, carries_keeper: bool = True
+    ) -> str:
         """A warm pool that somebody else made, or one of ours over somebody's template; looked at first."""
         if warm_pool is not None:
             pool = await self._named(self.paths.warm_pools, "SandboxWarmPool", warm_pool)
             template = pool["spec"]["sandboxTemplateRef"]["name"]
         assert template is not None
         found = await self._named(self.paths.templates, "SandboxTemplate", template)
-        wrong = problems(found["spec"]["podTemplate"]["spec"])
+        wrong = problems(found["spec"]["podTemplate"]["spec"]) if carries_keeper else []
         if wrong:
             raise ConfigError(
                 f"SandboxTemplate {template!r} does not carry the keeper: {wrong[0]}"
                 + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
-                hint=f"rlsandbox template check {template}",
+                hint=f"rlsandbox template check {template}; or Kubernetes(keeper='inject'), mode replace",
             )
         if warm_pool is not None:
             return warm_pool

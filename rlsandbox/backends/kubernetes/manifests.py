@@ -107,6 +107,14 @@ def mode_of(spec: Spec, shape: Shape) -> str:
     return shape.mode
 
 
+def keeper_options(spec: Spec, shape: Shape) -> list[str]:
+    """Limits, as ``keeper init`` takes them."""
+    allowed = Allowed.of(spec)
+    args = ["--memory", str(allowed.memory), "--disk", str(allowed.disk), "--pids", str(allowed.pids)]
+    args += ["--inodes", str(max(allowed.disk // 4096, 4096)), "--nofile", str(NOFILE)]
+    return [*args, "--grace", str(shape.grace)]
+
+
 def by_policy(spec: Spec, shape: Shape) -> bool:
     """Whether only a NetworkPolicy can hold ``network="none"``: its commands share the pod's network."""
     return spec.network == "none" and spec.isolation != "none" and mode_of(spec, shape) == "replace"
@@ -142,10 +150,8 @@ def pod_spec(
             hint="Spec(network='host'), or a namespace that allows overlay or userns",
         )
     allowed = Allowed.of(spec)
-    args = ["--memory", str(allowed.memory), "--disk", str(allowed.disk), "--pids", str(allowed.pids)]
-    args += ["--inodes", str(max(allowed.disk // 4096, 4096)), "--nofile", str(NOFILE)]
     network = "host" if closed_by_policy else spec.network
-    args += ["--network", network, "--grace", str(shape.grace)]
+    args = [*keeper_options(spec, shape), "--network", network]
     if mode == "replace":
         args += ["--mode", "replace"]
     container: JSON = {
