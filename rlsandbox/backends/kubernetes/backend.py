@@ -92,8 +92,8 @@ class Kubernetes(Backend):
             rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
             after 10 s, and opened again (some 50 ms) when something is.
-        keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` that it carries, or
-            by ``inject``: written into each pod that runs already, in mode ``replace``.
+        keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` that it carries,
+            or by ``inject``: written into each pod that runs already, in mode ``replace``.
     """
 
     name = "kubernetes"
@@ -206,6 +206,7 @@ class Kubernetes(Backend):
                 if self._keep is not None:
                     self._kept()  # a place that cannot be used is told before work begins
                 api = await Api.connect(**self._how, write_rate=self._write_rate)
+                cluster: Cluster | None = None
                 try:
                     named = self._template is not None or self._warm_pool is not None
                     cluster = await Cluster.open(
@@ -213,14 +214,15 @@ class Kubernetes(Backend):
                         on_claim=self._on_claim, on_pod=self._on_pod, on_node=self._on_node,
                     )  # fmt: skip
                     if not named:
-                        await (
-                            cluster.keeper()
-                        )  # compiled the first time: no sandbox's deadline should pay for it
+                        # Compiled the first time: no sandbox's deadline should pay for it.
+                        await cluster.keeper()
                     else:
                         self._named = await cluster.named_pool(
                             self._warm_pool, self._template, carries_keeper=not self._inject
                         )
                 except BaseException:
+                    if cluster is not None:  # its Lease and watches
+                        await cluster.close()
                     await api.close()
                     raise
                 self._api, self._cluster = api, cluster
