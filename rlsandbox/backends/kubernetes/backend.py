@@ -92,7 +92,7 @@ class Kubernetes(Backend):
             rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
             after 10 s, and opened again (some 50 ms) when something is.
-        keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` that it carries,
+        keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` it carries,
             or by ``inject``: written into each pod that runs already, in mode ``replace``.
     """
 
