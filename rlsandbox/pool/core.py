@@ -115,7 +115,9 @@ class Core(Outcomes):
         if member is None or member.state is not State.CLAIMED:
             return  # given back before; or it died, or the pool was closed: then it is leaving
         self.counters.released += 1
-        if discard or member.unwanted:
+        if member.once and not discard:
+            self.leave(member, "mode replace: its episode was its only one")
+        elif discard or member.unwanted:
             self.leave(member, "discarded" if discard else member.unwanted)
         elif member.doubt:
             self.unclaim(member)

@@ -340,7 +340,7 @@ class Driver(Watching):
         if hasattr(link, "source"):
             link.source, link.lost_layer = self._layer_at, self._layer_lost
         held.link.on_lost(lambda error: self._lost(name, error))
-        self.tell(self.core.provisioned, name)
+        self.tell(self.core.provisioned, name, once=held.link.mode == "replace")
 
     def _layer_at(self, layer: str) -> Any:
         """A link to a member that has the layer."""

@@ -18,6 +18,7 @@ from ..errors import PrimeError, SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
 from ..keeper.client import KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, take_baseline
+from ..reset.facts import Facts
 from ..reset.runner import run_reset, run_verify
 from ..results import CommandResult
 from ..spec import Spec
@@ -110,7 +111,10 @@ class KeeperLink:
         token = member.facts.get("token", "")
         client = await KeeperClient.open(reader, writer, member=member.id, token=token)
         try:
-            baseline = await take_baseline(client, mode=client.welcome.mode, layer="")
+            if client.welcome.mode == "replace":  # never put back, so never compared
+                baseline = Baseline(Facts(), "replace", "")
+            else:
+                baseline = await take_baseline(client, mode=client.welcome.mode, layer="")
         except BaseException:
             await client.aclose()
             raise

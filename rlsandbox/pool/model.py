@@ -95,6 +95,8 @@ class PoolMember:
     claim: int | None = None
     doubt: str = ""
     """Why it is handed to nobody at present; empty: it may be."""
+    once: bool = False
+    """It cannot be put back (mode ``replace``): after its episode comes another."""
     unwanted: str = ""
     """Why it is not used again (its place is being cleared)."""
     reason: str = ""

@@ -23,8 +23,8 @@ class Outcomes(Book):
     def drop_layer(self, name: str, now: float, *, why: str = "") -> None:
         """A snapshot's layer is to go."""
 
-    def provisioned(self, member_id: str, now: float) -> None:
-        """A creation succeeded; the member is on its bare spec and clean."""
+    def provisioned(self, member_id: str, now: float, *, once: bool = False) -> None:
+        """A creation succeeded; the member is on its bare spec and clean. *once*: it cannot be put back."""
         self.clock(now)
         member = self.members.get(member_id)
         if member is None:  # given up, removed, and there all the same
@@ -34,6 +34,7 @@ class Outcomes(Book):
         if member.state is not State.CREATING:
             return  # given up in the meantime: it is leaving
         self.counters.created += 1
+        member.once = once
         member.made_at = self.last_made = self.now
         if self.full_at is not None:
             self.full_at += 1
