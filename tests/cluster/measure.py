@@ -10,6 +10,7 @@ import contextlib
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.cluster import objects
@@ -28,11 +29,21 @@ SLEEP = ["sleep", "infinity"]
 
 PODS = Path("/sys/fs/cgroup/cpu/k8s.io")
 HEAVY, LIGHT = 262144, 1024
-PARTS = (
-    'for p in /proc/[0-9]*; do case "$(cat $p/cmdline 2>/dev/null | tr "\\0" " ")" in '
-    "*/runc*|*nsenter*) ;; "  # a real-time process cannot enter a pod's control group
-    "*/rlsandbox-cluster*/*) chrt -a -R -r -p $0 ${p#/proc/} 2>/dev/null;; esac; done"
-)
+PRIORITY = 4
+
+
+def _parts(cluster: Handle) -> Iterator[int]:
+    """All processes of the cluster but those in pods, and runc: a real-time process cannot enter a pod's control group."""
+    todo = [cluster.supervisor()]
+    while todo:
+        pid = todo.pop()
+        with contextlib.suppress(OSError):  # it has ended
+            inside = "/k8s.io/" in Path(f"/proc/{pid}/cgroup").read_text()
+            if inside or Path(f"/proc/{pid}/comm").read_text().startswith("runc"):
+                continue
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                todo += map(int, (task / "children").read_text().split())
+            yield pid
 
 
 def shield(cluster: Handle, on: bool = True) -> None:
@@ -41,8 +52,11 @@ def shield(cluster: Handle, on: bool = True) -> None:
     Parts run at real-time priority 4 (what they start does not inherit it); the pods' control group weighs as much as
     256 others, and each pod in it as much as a process. What is made later is as it is without: see :func:`keep_shielded`.
     """
-    if on:
-        cluster.inside(["sh", "-c", PARTS, "4"])
+    how = os.SCHED_RR | os.SCHED_RESET_ON_FORK if on else os.SCHED_OTHER
+    for pid in _parts(cluster):
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                os.sched_setscheduler(int(task), how, os.sched_param(PRIORITY if on else 0))
     if not PODS.is_dir():
         return
     (PODS / "cpu.shares").write_text(str(HEAVY if on else LIGHT))
@@ -60,7 +74,7 @@ def keep_shielded(cluster: Handle) -> None:
             if there - known:
                 shield(cluster)
             known = there
-            time.sleep(0.3)
+            time.sleep(0.5)
     finally:
         shield(cluster, False)
 
