@@ -131,6 +131,7 @@ class Watch:
 
     def _set(self, item: JSON) -> None:
         name = item["metadata"]["name"]
+        item["metadata"].pop("managedFields", None)  # half of each object, and nobody's business
         before = self.store.get(name)
         if before is not None and not _newer(item, before):
             return
