@@ -1,8 +1,9 @@
 """The synchronous door to the asynchronous house: one event loop on a thread of its own.
 
-``Portal.call`` runs a coroutine function on the loop's thread and gives its result. Promises: any number of
-threads may call at once; KeyboardInterrupt cancels the coroutine and waits for its clean-up; a forked child
-and a closed portal get PoolClosedError at once; the thread never keeps the interpreter from exiting.
+``Portal.call`` runs a coroutine function on the loop and gives its result; its first steps on the caller's
+own thread where the loop just waits (:mod:`._turns`). Promises: any number of threads may call at once;
+KeyboardInterrupt cancels the coroutine and waits for its clean-up; a forked child and a closed portal
+get PoolClosedError at once; the thread never keeps the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import os
 import threading
 import time
 import weakref
-from asyncio import tasks as _tasks
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
+from ._turns import Quiet, TurnLoop
 from .errors import PoolClosedError
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ does not break it off: its handler runs, and Ctrl-C is heard, when the wait is o
 
 
 class _Job:
-    """One call: made on the caller's thread, run on the loop's."""
+    """One call: made on the caller's thread, run on the loop."""
 
     __slots__ = ("coro", "ctx", "done", "error", "over", "result", "submitted", "task")
 
@@ -46,15 +47,11 @@ class _Job:
         self.submitted = False
         self.over = False
 
-    def succeeded(self, result: Any) -> None:
-        self.result = result
-        self.task = None
-        self.over = True
-        self.done.release()
+    def begin(self, loop: asyncio.AbstractEventLoop) -> asyncio.Task[Any]:
+        self.task = loop.create_task(self.coro, context=self.ctx)
+        return self.task
 
     def finished(self, task: asyncio.Task[Any]) -> None:
-        if self.over:
-            return
         if task.cancelled():
             self.error = asyncio.CancelledError()
         else:
@@ -82,80 +79,6 @@ class _Job:
                 return False
 
 
-_enter: Callable[[Any, Any], None] | None = getattr(_tasks, "_enter_task", None)
-_leave: Callable[[Any, Any], None] | None = getattr(_tasks, "_leave_task", None)
-
-
-class _Driven(Coroutine[Any, Any, Any]):
-    """A job's coroutine as its task sees it.
-
-    A round of an event loop costs as much as a small operation, and a call through the portal had five of
-    them. So the first step is taken right where the loop was woken for the job (:meth:`begin`), and a result
-    is handed over by the step that made it; errors and cancellation take the task's own way.
-    """
-
-    __slots__ = ("_coro", "_ended", "_first", "_job")
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self._coro = job.coro
-        self._first: Any = None
-        self._ended: BaseException | None = None
-
-    def begin(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> None:
-        """Take the first step, as the task and in its context, before the loop comes to it."""
-        if _enter is None or _leave is None:
-            return
-        _enter(loop, task)
-        try:
-            first = self._job.ctx.run(self.send, None)
-            self._first = _GAVE_WAY if first is None else first
-        except BaseException as ended:  # the task says it once more, in its own step
-            self._ended = ended
-        finally:
-            _leave(loop, task)
-
-    def send(self, value: Any) -> Any:
-        if self._first is not None or self._ended is not None:
-            return self._begun()
-        try:
-            return self._coro.send(value)
-        except StopIteration as stop:
-            self._job.succeeded(stop.value)
-            raise
-
-    def throw(self, *error: Any) -> Any:
-        first = self._first
-        if self._ended is not None or (first not in (None, _GAVE_WAY) and first.cancel()):
-            return self._begun()  # what it waits for is cancelled, as by any task; that comes back to it
-        self._first = None
-        try:
-            return self._coro.throw(*error)
-        except StopIteration as stop:
-            self._job.succeeded(stop.value)
-            raise
-
-    def _begun(self) -> Any:
-        """What the first step came to."""
-        first, self._first = self._first, None
-        ended, self._ended = self._ended, None
-        if ended is None:
-            return None if first is _GAVE_WAY else first
-        try:
-            raise ended
-        finally:
-            del ended  # no cycle through the traceback
-
-    def close(self) -> None:
-        self._coro.close()
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        raise TypeError("only a task drives it")
-
-
-_GAVE_WAY = object()
-
-
 class Portal:
     """An event loop on a daemon thread. Close it when done; interpreter exit does it otherwise."""
 
@@ -165,7 +88,7 @@ class Portal:
         self._lock = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._closing: set[asyncio.Task[None]] = set()
-        self.loop = asyncio.new_event_loop()
+        self.loop = TurnLoop()
         # A wake-up of the loop's own costs a handle, a context and two reads more.
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if hasattr(os, "eventfd") else -1
         ready = threading.Event()
@@ -175,17 +98,14 @@ class Portal:
         _open.add(self)
 
     def _run(self, ready: threading.Event) -> None:
-        asyncio.set_event_loop(self.loop)
         if self._bell >= 0:
             self.loop.add_reader(self._bell, self._rung)
         self.loop.call_soon(ready.set)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.close()
-            if self._bell >= 0:  # nobody rings any more: the portal is closed
-                os.close(self._bell)
+        self.loop.serve(self._ended)
+
+    def _ended(self) -> None:
+        if self._bell >= 0:  # nobody rings any more: the portal is closed
+            os.close(self._bell)
 
     @property
     def closed(self) -> bool:
@@ -201,7 +121,7 @@ class Portal:
             )
         if self._closed:
             raise PoolClosedError("the pool is closed")
-        if threading.get_ident() == self._thread.ident:
+        if threading.get_ident() in (self._thread.ident, self.loop.runner):
             raise RuntimeError(
                 "a synchronous call from inside the pool's own event loop would wait for itself; "
                 "use the Async classes there"
@@ -224,22 +144,48 @@ class Portal:
         self.check()
         job = _Job(fn(*args, **kwargs))
         try:
-            self._submit(job)
-            done = job.ended(within)
+            with Quiet():
+                if self.loop.enter():
+                    try:
+                        self._begin(job)
+                    finally:
+                        if self.loop.leave():
+                            self._ring()
+            if not job.submitted:
+                self._submit(job)
+            done = job.over or job.ended(within)
         except BaseException:
             # KeyboardInterrupt, or an exception of a signal handler: see the coroutine's end first. A second
             # one leaves at once; the clean-up goes on in the loop's thread.
             if not job.submitted:
                 job.coro.close()
-            elif self._cancel(job):
+            elif not job.over and self._cancel(job):
                 job.wait()
             raise
         if not done:
             self._cancel(job)
-            job.ended()
+            job.wait()
             if isinstance(job.error, asyncio.CancelledError):
                 raise TimeoutError(f"not done within {within:g} s")
         return cast(T, self._take(job))
+
+    def _begin(self, job: _Job) -> None:
+        """In a turn: the job's first steps."""
+        if self._closed:
+            return
+        job.submitted = True
+        task = job.begin(self.loop)
+        self.loop.run(task.done)
+        if task.done():
+            job.finished(task)
+        else:
+            task.add_done_callback(job.finished)
+
+    def _ring(self) -> None:
+        if self._bell >= 0:
+            os.eventfd_write(self._bell, 1)
+        else:
+            self.loop.call_soon_threadsafe(self._start)
 
     def _take(self, job: _Job) -> Any:
         error = job.error
@@ -260,10 +206,7 @@ class Portal:
             job.submitted = True
             # One wake-up for any number of jobs that came meanwhile.
             if len(self._jobs) == 1:
-                if self._bell >= 0:
-                    os.eventfd_write(self._bell, 1)
-                else:
-                    self.loop.call_soon_threadsafe(self._start)
+                self._ring()
 
     def _rung(self) -> None:
         os.eventfd_read(self._bell)
@@ -275,10 +218,7 @@ class Portal:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-            driven = _Driven(job)
-            job.task = task = self.loop.create_task(driven, context=job.ctx)
-            task.add_done_callback(job.finished)
-            driven.begin(self.loop, task)
+            job.begin(self.loop).add_done_callback(job.finished)
 
     def _cancel(self, job: _Job) -> bool:
         """Ask for the job's end; False when the loop is gone and there is nothing to wait for."""

@@ -7,7 +7,7 @@ favour one of them; the median of the rounds' ratios decides.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -179,22 +179,21 @@ def run_local(
     for number in range(rounds):
         with Pool("local", size=4, config=False) as pool:
             pool.wait_ready(4, timeout=60)
-            jobs: dict[str, Callable[[], list[float] | None]] = {
-                "popen": lambda: measure.popen_first_byte(samples),
-                "warm": lambda: measure.warm_first_byte(pool, samples),
-                "cold": lambda: measure.cold_first_byte(few),
-                "popen_run": lambda: measure.popen_to_end(samples),
-                "command": lambda: measure.command(pool, samples),
-                "reset_clean": lambda: measure.resets(pool, few, None),
-                "reset_small": lambda: measure.resets(pool, few, measure.SMALL_DIRT),
-                "reset_large": lambda: measure.resets(pool, 2, measure.LARGE_DIRT),
-                "git": lambda: measure.git_resets(3),
+            jobs: dict[str, Callable[[], Sequence[list[float] | None]]] = {
+                "popen warm": lambda: measure.warm_first_byte(pool, samples),
+                "cold": lambda: [measure.cold_first_byte(few)],
+                "popen_run command": lambda: measure.command(pool, samples),
+                "reset_clean": lambda: [measure.resets(pool, few, None)],
+                "reset_small": lambda: [measure.resets(pool, few, measure.SMALL_DIRT)],
+                "reset_large": lambda: [measure.resets(pool, 2, measure.LARGE_DIRT)],
+                "git": lambda: [measure.git_resets(3)],
             }
-            for name, job in jobs.items():
-                progress(f"round {number + 1} of {rounds}: {found[name].label}")
-                values = job()
-                if values is not None:
-                    found[name].rounds.append(values)
+            for names, job in jobs.items():
+                measured = [found[name] for name in names.split()]
+                progress(f"round {number + 1} of {rounds}: {measured[-1].label}")
+                for figure, values in zip(measured, job(), strict=True):
+                    if values is not None:
+                        figure.rounds.append(values)
     held = []
     for n in hold:
         progress(f"holding {n} idle sandboxes")

@@ -38,36 +38,38 @@ def _timed(operation: Callable[[], object], n: int) -> list[float]:
     return times
 
 
-def popen_first_byte(n: int) -> list[float]:
-    """Start a program and read its first byte."""
-    times = []
-    for _ in range(n):
-        start = time.perf_counter()
-        with subprocess.Popen(ECHO, stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            process.stdout.read(1)
-            times.append((time.perf_counter() - start) * 1e3)
-    return times
+def _popen_first_byte() -> float:
+    start = time.perf_counter()
+    with subprocess.Popen(ECHO, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        return (time.perf_counter() - start) * 1e3
 
 
-def popen_to_end(n: int) -> list[float]:
-    """Start a program, read all it prints, wait for it."""
-    return _timed(lambda: subprocess.run(ECHO, stdout=subprocess.PIPE, check=True), n)
+def _claim_first_byte(pool: Pool, task: Task, *, discard: bool = False) -> float:
+    start = time.perf_counter()
+    sandbox = pool.claim(task, timeout=60)
+    process = sandbox.popen(ECHO)
+    next(iter(process))
+    taken = (time.perf_counter() - start) * 1e3
+    process.wait()
+    sandbox.release(discard=discard)
+    return taken
 
 
-def warm_first_byte(pool: Pool, n: int) -> list[float]:
-    """Claim a ready sandbox, start a program in it, read its first byte."""
-    times = []
+Pair = tuple[list[float], list[float]]
+"""What plain programs took and what ours did, in turns: both meet the same machine and the same caches."""
+
+
+def warm_first_byte(pool: Pool, n: int) -> Pair:
+    """Claim a ready sandbox, start a program in it, read its first byte; and the same by Popen."""
+    plain, ours = [], []
     for _ in range(n):
         pool.wait_ready(timeout=60)  # all of them: the reset of the one before is no part of this claim
-        start = time.perf_counter()
-        sandbox = pool.claim(TASK, timeout=60)
-        process = sandbox.popen(ECHO)
-        next(iter(process))
-        times.append((time.perf_counter() - start) * 1e3)
-        process.wait()
-        sandbox.release()
-    return times
+        plain.append(_popen_first_byte())
+        pool.wait_ready(timeout=60)
+        ours.append(_claim_first_byte(pool, TASK))
+    return plain, ours
 
 
 def cold_first_byte(n: int) -> list[float]:
@@ -78,21 +80,19 @@ def cold_first_byte(n: int) -> list[float]:
         for i in range(n):
             # a spec of its own each time, so that nothing that is ready fits
             task = Task(id=f"cold-{i}", spec=Spec(labels={"bench": str(i)}))
-            start = time.perf_counter()
-            sandbox = pool.claim(task, timeout=60)
-            process = sandbox.popen(ECHO)
-            next(iter(process))
-            times.append((time.perf_counter() - start) * 1e3)
-            process.wait()
-            sandbox.release(discard=True)
+            times.append(_claim_first_byte(pool, task, discard=True))
     return times
 
 
-def command(pool: Pool, n: int) -> list[float]:
-    """A command in a claimed sandbox, to its end."""
+def command(pool: Pool, n: int) -> Pair:
+    """A command in a claimed sandbox, to its end; and the same by subprocess.run."""
+    plain, ours = [], []
     with pool.claim(TASK, timeout=60) as sandbox:
         sandbox.run(ECHO)
-        return _timed(lambda: sandbox.run(ECHO), n)
+        for _ in range(n):
+            plain += _timed(lambda: subprocess.run(ECHO, stdout=subprocess.PIPE, check=True), 1)
+            ours += _timed(lambda: sandbox.run(ECHO), 1)
+    return plain, ours
 
 
 def resets(pool: Pool, n: int, dirt: str | None) -> list[float]:

@@ -1,11 +1,14 @@
-"""A call's first step is taken before its task's own: everything else is as in any task."""
+"""A call's first steps are taken on the caller's thread while the loop waits: all else is as in any task."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
 import gc
+import socket
+import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -150,3 +153,116 @@ def test_nothing_is_kept(portal: Portal) -> None:
     portal.call(asyncio.sleep, 0)
     gc.collect()
     assert kept() is None
+
+
+def idle(portal: Portal) -> None:
+    """Until the loop's own thread waits."""
+    while portal.loop._waiting.baton.locked():
+        time.sleep(0.001)
+
+
+def test_whose_thread(portal: Portal) -> None:
+    async def steps() -> list[int]:
+        seen = [threading.get_ident()]
+        await asyncio.sleep(0)
+        seen.append(threading.get_ident())
+        await asyncio.sleep(0.01)
+        return [*seen, threading.get_ident()]
+
+    idle(portal)
+    me, own = threading.get_ident(), portal._thread.ident
+    assert portal.call(steps) == [me, me, own]
+
+
+def test_what_a_turn_leaves_goes_on(portal: Portal) -> None:
+    came: list[str] = []
+    told = threading.Event()
+
+    async def leaves() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later(0.01, came.append, "timer")
+        loop.call_later(0.02, told.set)
+        loop.call_soon(loop.call_soon, came.append, "soon")
+
+    for _ in range(20):
+        came.clear()
+        told.clear()
+        idle(portal)
+        portal.call(leaves)
+        assert told.wait(10)
+        assert came == ["soon", "timer"]
+
+
+def test_asynchronous_generators_of_a_turn_are_the_loops(portal: Portal) -> None:
+    async def numbers() -> Any:
+        try:
+            yield 1
+        finally:
+            closed.append(threading.get_ident())
+
+    closed: list[int] = []
+    kept: list[Any] = []
+
+    async def begin() -> None:
+        kept.append(numbers())
+        await anext(kept[0])
+
+    hooks = sys.get_asyncgen_hooks()
+    idle(portal)
+    portal.call(begin)
+    assert sys.get_asyncgen_hooks() == hooks
+    portal.close()
+    assert closed == [portal._thread.ident]
+
+
+def test_from_a_thread_with_a_loop_of_its_own(portal: Portal) -> None:
+    async def inside() -> asyncio.AbstractEventLoop:
+        return asyncio.get_running_loop()
+
+    async def outer() -> tuple[bool, bool]:
+        idle(portal)
+        theirs = portal.call(inside)
+        return theirs is portal.loop, asyncio.get_running_loop() is portal.loop
+
+    assert asyncio.run(outer()) == (True, False)
+
+
+def test_a_reader_that_is_replaced_while_its_event_is_on_the_way(portal: Portal) -> None:
+    """The loop's thread has found it readable and waits for the baton: the new reader must stay."""
+    ours, theirs = socket.socketpair()
+    got: list[bytes] = []
+
+    async def watch() -> None:
+        loop = asyncio.get_running_loop()
+        theirs.send(b"x")  # wakes the loop's thread, which has to wait for this turn's end
+        time.sleep(0.002)
+        loop.remove_reader(ours.fileno())
+        loop.add_reader(ours.fileno(), lambda: got.append(ours.recv(100)))
+
+    async def first() -> None:
+        asyncio.get_running_loop().add_reader(ours.fileno(), lambda: got.append(ours.recv(100)))
+
+    portal.call(first)
+    for n in range(1, 31):
+        idle(portal)
+        portal.call(watch)
+        deadline = time.monotonic() + 10
+        while len(got) < n:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    async def last() -> None:
+        asyncio.get_running_loop().remove_reader(ours.fileno())
+
+    portal.call(last)
+    ours.close()
+    theirs.close()
+
+
+def test_debuggers_and_callbacks_cannot_call_from_inside_a_turn(portal: Portal) -> None:
+    async def inside() -> None:
+        portal.call(inside)
+
+    idle(portal)
+    with pytest.raises(RuntimeError, match="own event loop"):
+        portal.call(inside)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from typing import Any
@@ -43,6 +44,7 @@ def test_interrupted_when_the_end_was_just_seen(monkeypatch: pytest.MonkeyPatch)
         self.done.acquire()
 
     async def one() -> int:
+        await asyncio.sleep(0.01)  # longer than its caller's turn
         return 1
 
     with monkeypatch.context() as patch:
@@ -83,4 +85,55 @@ def test_a_signal_that_does_not_break_the_wait_off_is_heard_all_the_same() -> No
         stop.set()
         sender.join()
         other.join()
+        portal.close()
+
+
+@pytest.mark.timeout(20)
+def test_an_interrupt_waits_for_the_end_of_a_turn() -> None:
+    """What a step does is done whole, and KeyboardInterrupt comes right after it."""
+    portal = Portal()
+    done: list[str] = []
+
+    async def interrupted(wait: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # the handler would have run by now
+            done.append("step")
+        try:
+            await asyncio.sleep(wait)
+        finally:
+            done.append("end")
+
+    for wait in (0, 60):
+        done.clear()
+        before = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            portal.call(interrupted, wait)
+        assert done.count("step") == 1000
+        assert done[-1] == "end"
+        assert signal.getsignal(signal.SIGINT) is before
+    portal.close()
+
+
+@pytest.mark.timeout(20)
+def test_two_signals_in_one_turn() -> None:
+    portal = Portal()
+    seen: list[int] = []
+
+    def handler(number: int, frame: object) -> None:
+        seen.append(number)
+        raise LookupError(number)
+
+    async def both() -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert not seen
+
+    was = [signal.signal(number, handler) for number in (signal.SIGUSR1, signal.SIGUSR2)]
+    try:
+        with pytest.raises(LookupError):
+            portal.call(both)
+        assert sorted(seen) == [signal.SIGUSR1, signal.SIGUSR2]
+    finally:
+        signal.signal(signal.SIGUSR1, was[0])
+        signal.signal(signal.SIGUSR2, was[1])
         portal.close()

@@ -21,7 +21,9 @@
 #define RLS_HASH "unknown"
 #endif
 
-enum { REST_MS = 2 }; /* so long after the last event nobody waits */
+/* So long after the last event nobody waits; and so long after it, without anything that runs, others' commands are over as well:
+ * to make an episode takes the machine longer than most commands do. */
+enum { REST_MS = 1, LONG_REST_MS = 20 };
 
 static bool hello(struct keeper *k, const struct frame *f)
 {
@@ -210,14 +212,18 @@ int sandbox_main(int hub_fd, int client_fd)
         int due = chan_timers(&k), look = limits_timer(&k);
         if (look >= 0 && (due < 0 || look < due))
             due = look;
-        bool rest = k.nold || k.gc || episode_may_stage(&k) || standby_wanted(&k);
-        int r = loop_turn(&k.loop, rest && (due < 0 || due > REST_MS) ? REST_MS : due);
+        bool stage = episode_may_stage(&k), soon = k.nold || k.gc || standby_wanted(&k) || (stage && k.nchans);
+        int rest = soon ? REST_MS : stage ? LONG_REST_MS : -1;
+        bool early = rest < 0 || (due >= 0 && due < rest);
+        int r = loop_turn(&k.loop, early ? due : rest);
         if (r < 0)
             break;
-        if (r == 0 && rest) {
+        if (r == 0 && !early) {
+            bool busy = k.nchans || !soon;
             standby_ask(&k);
             episode_sweep(&k);
-            episode_stage(&k);
+            if (busy)
+                episode_stage(&k);
         }
         keeper_flush(&k);
         if (k.standby.soon)
