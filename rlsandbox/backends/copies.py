@@ -348,7 +348,7 @@ class _Objects(_Place):
 
     def __init__(self, root: Path, url: str) -> None:
         try:
-            import fsspec  # type: ignore[import-untyped, unused-ignore]
+            import fsspec
         except ImportError as error:
             raise UnsupportedError(
                 f"a store at {url} needs fsspec",

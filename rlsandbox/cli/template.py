@@ -45,7 +45,7 @@ def show(
     arch = arch or machine()
     if arch not in manifests.ARCH:
         raise ConfigError(f"--arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")
-    keeper = manifests.keeper_config_map(keeper_binary(arch, variant="small"), arch)
+    keeper = manifests.keeper_config_map(keeper_binary(arch), arch)
     spec = Spec(image=image, memory=memory, cpu=cpu, network="host" if mode == "replace" else "none")
     pod = manifests.pod_spec(spec, manifests.Shape(mode=mode, arch=arch), keeper["metadata"]["name"])
     made = [

@@ -4,7 +4,7 @@ Used at install by the in-tree build backend, which loads this file by path befo
 imports from the package at module level), and later by :func:`keeper_binary`, which finds a keeper that fits
 the sources or makes one. The compiler is ``$CC`` where that is set, else musl's, else the ``ziglang`` wheel
 where it is installed (it builds for other architectures too), else the machine's own where it links
-statically: with glibc the keeper is four times as large. As a program (``build.py release``) it prints the
+statically: with glibc the keeper is three times as large. As a program (``build.py release``) it prints the
 flags, for the Makefile.
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import itertools
 import os
 import platform
 import shutil
@@ -33,8 +32,6 @@ _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-fno-strict-aliasing
 _RELEASE = ("-Os", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "release": _RELEASE,
-    # With musl where that is: a third of the size. What is put into a ConfigMap must stay below 1 MiB.
-    "small": _RELEASE,
     # Leaves out the reset step that RLS_SKIP names: verification's own tests must then find the residue.
     "skip": (*_RELEASE, "-DRLS_SKIP"),
     # Dynamic: the sanitizers' runtime cannot be linked statically.
@@ -70,7 +67,8 @@ def compilers(arch: str) -> Iterator[list[str]]:
     zig = importlib.util.find_spec(ZIG) is not None
     by_musl = [os.environ.get("CC", "") if own else "", f"{arch}-linux-musl-gcc", "musl-gcc" if own else ""]
     by_glibc = [*(("cc", "gcc", "clang") if own else ()), f"{arch}-linux-gnu-gcc"]
-    yield from _found(by_musl)
+    for command in _found(by_musl):
+        yield [*command, *(_kernel_headers() if command[0] == "musl-gcc" else ())]
     if zig:
         yield [sys.executable, "-m", ZIG, "cc", "-target", f"{arch}-linux-musl"]
     yield from _found(by_glibc)
@@ -83,15 +81,11 @@ def _found(names: Sequence[str]) -> Iterator[list[str]]:
             yield command
 
 
-def small_compilers(arch: str) -> Iterator[list[str]]:
-    """Those with musl. Debian's wrapper does not know where the kernel's headers are."""
-    if arch == machine() and shutil.which("musl-gcc"):
-        found = _call(["gcc", "-print-multiarch"]).stdout.strip()
-        places = ("/usr/include", *([f"/usr/include/{found}"] if found else []))
-        yield ["musl-gcc", *(part for place in places for part in ("-idirafter", place))]
-    for command in compilers(arch):
-        if ZIG in command or "musl" in command[0]:
-            yield command
+def _kernel_headers() -> list[str]:
+    """Debian's wrapper of gcc for musl does not know where they are."""
+    found = _call(["gcc", "-print-multiarch"]).stdout.strip()
+    places = ["/usr/include", *([f"/usr/include/{found}"] if found else [])]
+    return [word for place in places for word in ("-idirafter", place)]
 
 
 def links_statically(command: Sequence[str]) -> bool:
@@ -103,11 +97,11 @@ def links_statically(command: Sequence[str]) -> bool:
         return _call([*command, "-static", "-o", str(program.with_suffix("")), str(program)]).returncode == 0
 
 
-def find_compiler(arch: str, *, static: bool = True, small: bool = False) -> list[str] | None:
-    """The first of :func:`compilers` that works for *arch*; with *small* of :func:`small_compilers` first."""
-    for command in itertools.chain(small_compilers(arch) if small else (), compilers(arch)):
+def find_compiler(arch: str, *, static: bool = True) -> list[str] | None:
+    """The first of :func:`compilers` that works for *arch*."""
+    for command in compilers(arch):
         if not static and "musl" in command[0]:
-            continue  # it has no sanitizers, and does not know where the kernel's headers are
+            continue  # it has no sanitizers
         if not static or ZIG in command or links_statically(command):
             return command
     return None
@@ -124,7 +118,7 @@ def build(arch: str, out: Path, *, variant: str = "release") -> Path:
     files = sources()
     if not files:
         raise KeeperBuildError(f"the keeper's sources are missing from {SOURCE}")
-    compiler = find_compiler(arch, static=variant != "asan", small=variant == "small")
+    compiler = find_compiler(arch, static=variant != "asan")
     if compiler is None:
         raise KeeperBuildError(
             f"nothing here can compile a static program for {arch}: install gcc with its static C library "

@@ -85,12 +85,15 @@ class Connection(asyncio.Protocol):
         member: str = "",
         timeout: float = 10.0,
         welcome: Welcome | None = None,
+        early: Callable[[Self], object] | None = None,
     ) -> Self:
         """Take the stream over and shake hands.
 
         Args:
             timeout: seconds for the handshake.
             welcome: of an earlier client whose stream this is (see :meth:`detach`): no handshake then.
+            early: may send requests that shall not wait for the keeper's answer to the handshake; they fail
+                with it.
 
         Raises:
             SandboxDiedError: the stream ended, or no keeper answered in time.
@@ -104,6 +107,8 @@ class Connection(asyncio.Protocol):
             return self
         try:
             self.send(encode_message(Type.HELLO, 0, encode_fields({"version": VERSION, "token": token})))
+            if early is not None:
+                early(self)
             async with asyncio.timeout(timeout):
                 fields = await self._hello
         except TimeoutError:

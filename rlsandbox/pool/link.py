@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import PrimeError, SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
 from ..keeper.client import KeeperClient, KeeperFailure, Look
-from ..reset.baseline import Baseline, take_baseline
+from ..reset.baseline import Baseline, baseline_of
 from ..reset.facts import Facts
+from ..reset.inspector import inspect
 from ..reset.runner import run_reset, run_verify
 from ..results import CommandResult
 from ..spec import Spec
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import pluggy
 
     from ..backends.base import Backend, Member
+    from ..reset.facts import Facts
 
 log = logging.getLogger("rlsandbox.pool")
 
@@ -109,15 +111,26 @@ class KeeperLink:
         """Connect, shake hands, take the baseline."""
         reader, writer = await backend.connect(member)
         token = member.facts.get("token", "")
-        client = await KeeperClient.open(reader, writer, member=member.id, token=token)
+        asked: list[asyncio.Task[Facts]] = []  # the baseline's facts, on the way together with the handshake
+
+        def early(client: KeeperClient) -> None:
+            asked.append(asyncio.get_running_loop().create_task(inspect(client)))
+
         try:
-            if client.welcome.mode == "replace":  # never put back, so never compared
-                baseline = Baseline(Facts(), "replace", "")
-            else:
-                baseline = await take_baseline(client, mode=client.welcome.mode, layer="")
-        except BaseException:
-            await client.aclose()
-            raise
+            client = await KeeperClient.open(reader, writer, member=member.id, token=token, early=early)
+            try:
+                if client.welcome.mode == "replace":  # never put back, so never compared; it knows no facts
+                    await asyncio.gather(*asked, return_exceptions=True)
+                    baseline = Baseline(Facts(), "replace", "")
+                else:
+                    baseline = baseline_of(await asked[0], mode=client.welcome.mode, layer="")
+            except BaseException:
+                await client.aclose()
+                raise
+        finally:
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
         return cls(backend, member, spec, client, baseline, plugins)
 
     def on_lost(self, tell: Callable[[BaseException], object]) -> None:

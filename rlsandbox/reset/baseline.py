@@ -38,7 +38,11 @@ async def take_baseline(keeper: Keeper, *, mode: str, layer: str | None = None) 
     Raises:
         SandboxError: the sandbox is not pristine (kind ``baseline``), or the keeper's answer makes no sense.
     """
-    facts = await inspect(keeper)
+    return baseline_of(await inspect(keeper), mode=mode, layer=layer)
+
+
+def baseline_of(facts: Facts, *, mode: str, layer: str | None = None) -> Baseline:
+    """:func:`take_baseline` from what INSPECT told."""
     for row in facts.rows("process", 6):
         raise _not_pristine(f"process {row[0]} ({shown(row[6] if len(row) > 6 else row[5])}) runs in it")
     if not facts.files_clean:

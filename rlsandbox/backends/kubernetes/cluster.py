@@ -171,7 +171,7 @@ class Cluster:
 
     async def _make_keeper(self) -> str:
         arch = self.shape.arch
-        binary = await asyncio.to_thread(keeper_binary, arch, variant="small")
+        binary = await asyncio.to_thread(keeper_binary, arch)
         body = await asyncio.to_thread(manifests.keeper_config_map, binary, arch)
         name: str = body["metadata"]["name"]
         try:

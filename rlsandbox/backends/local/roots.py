@@ -61,7 +61,7 @@ class Roots:
         key = _key(spec)
         async with self._locks.setdefault(key, asyncio.Lock()):
             image = await self._images.get(spec.image) if spec.image is not None else None
-            known = (*key, image.lowers if image is not None else await asyncio.to_thread(_host_state))
+            known = (*key, image.lowers if image is not None else _host_state())
             root = self._roots.get(known)
             if root is None:
                 root = await self._make(spec, image)
@@ -146,7 +146,10 @@ def _inside(path: str, directories: tuple[str, ...]) -> bool:
 
 
 def _host_state() -> tuple[object, ...]:
-    """Changes when the host's base has to be looked at again: accounts, libraries, packages."""
+    """Changes when the host's base has to be looked at again: accounts, libraries, packages.
+
+    A dozen stat() of local files, which take less than a thread's wake-up.
+    """
     found: list[object] = []
     for path in _TELLING:
         try:

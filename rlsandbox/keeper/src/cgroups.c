@@ -318,7 +318,7 @@ bool cgroups_any(const struct hub *h)
     return false;
 }
 
-int cgroups_open(struct hub *h, const char *group, int *fds, unsigned *n)
+int cgroups_open(struct hub *h, const char *group, int *fds, unsigned *kinds, unsigned *n)
 {
     char path[160];
     for (int kind = 0; kind < CG_KINDS; kind++) {
@@ -329,12 +329,13 @@ int cgroups_open(struct hub *h, const char *group, int *fds, unsigned *n)
         int fd = openat(h->cg.dir[kind], path, O_WRONLY | O_CLOEXEC);
         if (fd < 0)
             return -1;
+        kinds[*n] = h->cg.v2 ? (1u << CG_KINDS) - 1 : 1u << kind;
         fds[(*n)++] = fd;
     }
     return 0;
 }
 
-int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e)
+int cgroups_create(struct hub *h, const char *member, pid_t pid, unsigned in, const uint8_t *p, size_t n, int *fds, size_t *nfds, struct buf *facts, struct err *e)
 {
     static const uint16_t tags[CG_KINDS] = {TAG_MEMORY_BYTES, TAG_PIDS, TAG_CPU_MILLI};
     char text[16];
@@ -356,7 +357,7 @@ int cgroups_create(struct hub *h, const char *member, pid_t pid, const uint8_t *
         if (dir < 0)
             return fail(e, errno, "open the %s group of sandbox %s", controllers[kind], member);
         bool ok = limit(h->cg.v2, dir, (enum cg_kind)kind, want, e) == 0;
-        if (ok && pid && write_file_at(dir, "cgroup.procs", text) < 0)
+        if (ok && !(in & 1u << kind) && write_file_at(dir, "cgroup.procs", text) < 0)
             ok = fail(e, errno, "put a keeper into its %s group", controllers[kind]) == 0;
         if (ok && put_fmt(facts, TAG_FACT, "limit.%s=cgroup", controllers[kind]) < 0)
             ok = fail(e, ENOMEM, "keep facts") == 0;

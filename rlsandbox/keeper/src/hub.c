@@ -280,7 +280,8 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
     else if (m->bare || (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
         bool limited = tlv_get(p, n, TAG_MEMORY_BYTES, 0) || tlv_get(p, n, TAG_PIDS, 0) || tlv_get(p, n, TAG_CPU_MILLI, 0);
-        bool spare = limited && !m->bare && spare_take(h, m, &sock[0], &stream[0]);
+        unsigned in = 0;
+        bool spare = limited && !m->bare && spare_take(h, m, &in, &sock[0], &stream[0]);
         if (!spare && (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0))
             fail(&e, errno, "make socket pairs for a sandbox");
         else if (buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0)
@@ -289,7 +290,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
             size_t files = 0;
             if (!spare)
                 memcpy(m->group, m->name, sizeof m->group);
-            int r = cgroups_create(h, m->group, spare ? 0 : m->pid, p, n, base.fds + base.n, &files, &settings, &e);
+            int r = cgroups_create(h, m->group, m->pid, in, p, n, base.fds + base.n, &files, &settings, &e);
             base.n += files;
             if (r == 0 && msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
                 fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);

@@ -34,6 +34,7 @@ struct spare { /* a keeper that is in its cgroups already, for the next sandbox 
     int stream;
     char group[128];
     unsigned count;
+    unsigned kinds[CG_KINDS], in; /* of groups, as bits: those it was told to join, one by one; those it is in */
     bool ready, off;
 };
 
@@ -79,7 +80,7 @@ pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e);
 int zygote_main(int sock);
 /* spare.c */
 void spare_make(struct hub *h);
-bool spare_take(struct hub *h, struct member *m, int *sock, int *stream);
+bool spare_take(struct hub *h, struct member *m, unsigned *in, int *sock, int *stream); /* in: the kinds of groups that it is in */
 void spare_end(struct hub *h);
 /* hub.c */
 void groups_free(struct hub *h, const char *group);

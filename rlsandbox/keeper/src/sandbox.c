@@ -130,13 +130,13 @@ static int answer_hub(struct keeper *k, int hub, const struct err *e)
 static int groups_join(int hub, const int *fds, size_t n)
 {
     struct buf b = {0};
-    int no = 0;
+    uint32_t joined = 0;
     for (size_t i = 0; i < n; i++) {
-        if (!no && write_all(fds[i], "0", 1) < 0)
-            no = errno;
+        if (i < 32 && write_all(fds[i], "0", 1) == 0)
+            joined |= 1u << i;
         close(fds[i]);
     }
-    int r = put_str(&b, TAG_KIND, "joined") < 0 || put_u32(&b, TAG_ERRNO, (uint32_t)no) < 0 || msg_send(hub, b.p, b.len, NULL, 0) < 0 ? -1 : 0;
+    int r = put_str(&b, TAG_KIND, "joined") < 0 || put_u32(&b, TAG_COUNT, joined) < 0 || msg_send(hub, b.p, b.len, NULL, 0) < 0 ? -1 : 0;
     buf_free(&b);
     return r;
 }

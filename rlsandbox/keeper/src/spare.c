@@ -33,10 +33,16 @@ static void on_spare(struct src *src, uint32_t events)
     ssize_t n = msg_recv(src->fd, room, sizeof room, NULL, &none);
     if (n > 0)
         tlv_str(room, (size_t)n, TAG_KIND, kind, sizeof kind);
-    if (n > 0 && strcmp(kind, "joined") == 0 && !tlv_get(room, (size_t)n, TAG_ERRNO, 0)) {
-        h->spare.ready = true;
-        return;
+    if (n > 0 && strcmp(kind, "joined") == 0) {
+        uint64_t joined = tlv_get(room, (size_t)n, TAG_COUNT, 0);
+        for (unsigned i = 0; i < CG_KINDS; i++)
+            if (joined & 1u << i)
+                h->spare.in |= h->spare.kinds[i];
+        /* of one kind only, perhaps: a real-time process may not be in any group for the CPU */
+        h->spare.ready = h->spare.in != 0;
     }
+    if (h->spare.ready)
+        return;
     h->spare.off = true; /* an older kernel asks who writes, not who opened: the hub moves each itself, then */
     drop(h);
 }
@@ -50,7 +56,9 @@ void spare_make(struct hub *h)
     unsigned n = 0;
     if (s->pid || s->off || h->bare_only || !cgroups_any(h))
         return;
-    if (path_join(s->group, sizeof s->group, SPARE_NAME "%u", ++s->count) < 0 || cgroups_open(h, s->group, fds, &n) < 0)
+    s->in = 0;
+    memset(s->kinds, 0, sizeof s->kinds);
+    if (path_join(s->group, sizeof s->group, SPARE_NAME "%u", ++s->count) < 0 || cgroups_open(h, s->group, fds, s->kinds, &n) < 0)
         fail(&e, errno, "make groups for a spare keeper");
     else if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
         fail(&e, errno, "make socket pairs for a spare keeper");
@@ -75,12 +83,13 @@ void spare_make(struct hub *h)
     }
 }
 
-bool spare_take(struct hub *h, struct member *m, int *sock, int *stream)
+bool spare_take(struct hub *h, struct member *m, unsigned *in, int *sock, int *stream)
 {
     struct spare *s = &h->spare;
     if (!s->ready)
         return false;
     m->pid = s->pid;
+    *in = s->in;
     memcpy(m->group, s->group, sizeof m->group);
     *sock = fcntl(s->src.fd, F_DUPFD_CLOEXEC, 3);
     *stream = s->stream;

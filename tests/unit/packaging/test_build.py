@@ -45,6 +45,13 @@ def test_a_keeper_is_static_and_knows_its_sources(sources: Path, tmp_path: Path)
     assert path.stat().st_mtime_ns == made, "made once"
 
 
+def test_the_real_one_is_small_where_musl_is(tmp_path: Path) -> None:
+    compiler = build.find_compiler(build.machine())
+    if compiler is None or not ("musl" in compiler[0] or build.ZIG in compiler):
+        pytest.skip("neither musl-gcc nor ziglang here")
+    assert build.build(build.machine(), tmp_path / "keeper").stat().st_size < 300 << 10
+
+
 @needs_compiler
 def test_changed_sources_make_another_keeper(sources: Path) -> None:
     first = build.keeper_binary()
