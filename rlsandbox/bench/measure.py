@@ -81,7 +81,7 @@ def cold_first_byte(n: int) -> list[float]:
         for i in range(n):
             # a spec of its own each time, so that nothing that is ready fits
             task = Task(id=f"cold-{i}", spec=Spec(labels={"bench": str(i)}))
-            while pool.stats().leaving:
+            while pool.stats().terminating:
                 time.sleep(0.001)
             time.sleep(REST_S)
             times.append(_claim_first_byte(pool, task, discard=True))

@@ -128,6 +128,14 @@ static void reap(pid_t pid)
         ;
 }
 
+/* Until it has ended, and with it all of the namespace. The kernel takes as long again to take it apart, when it is reaped. */
+static void await_end(pid_t pid)
+{
+    siginfo_t si;
+    while (pid > 0 && waitid(P_PID, (id_t)pid, &si, WEXITED | WNOWAIT) < 0 && errno == EINTR)
+        ;
+}
+
 void episode_kill(struct keeper *k)
 {
     reap(let_go(k));
@@ -285,8 +293,10 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
     t1 = now_ns();
     int r = episode_start(k, &e);
-    reap(before);
+    await_end(before);
     if (r < 0) { /* the old one may have been in the way of a limit */
+        reap(before);
+        before = 0;
         fd_close(&mnt);
         upper_forget(k, k->generation, false);
         episode_sweep(k);
@@ -302,6 +312,7 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         k->conn.broken = true; /* an answer may not be lost */
     buf_free(&b);
     keeper_flush(k);
+    reap(before); /* before anybody can look at what is here */
     if (k->nold == COUNT_OF(k->old))
         episode_sweep(k);
     k->old[k->nold].mnt = mnt;
