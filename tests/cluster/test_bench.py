@@ -169,7 +169,7 @@ def test_many_sandboxes_cost_one_client_little(
             told.append(f"released and reset in {time.monotonic() - begun:.0f} s")
             stats = pool.stats()
             assert (stats.created, stats.recycled, stats.quarantined) == (MANY, MANY, 0)
-            assert grown < (48 << 20) + MANY * (192 << 10)
+            assert grown < (48 << 20) + MANY * (512 << 10)
         finally:
             begun = time.monotonic()
             await pool.close(timeout=600)
