@@ -331,6 +331,7 @@ async def test_a_cancelled_unpacking_ends_its_worker_and_leaves_nothing(
     tmp_path: Path, images: Images
 ) -> None:
     path = str(docker_archive(tmp_path / "i.tar", [layer([f(f"f{n}", "x" * 100) for n in range(20_000)])]))
+    before = children(os.getpid())  # multiprocessing keeps one for as long as we live
     task = asyncio.create_task(images.get(path))
     while not any((tmp_path / "cache").glob("tmp/*/*/root/*")):
         assert not task.done(), "it was too fast to be cancelled"
@@ -339,7 +340,7 @@ async def test_a_cancelled_unpacking_ends_its_worker_and_leaves_nothing(
     with pytest.raises(asyncio.CancelledError):
         await task
     assert list((tmp_path / "cache/layers").glob("*/*")) == []
-    assert children(os.getpid()) == []
+    assert set(children(os.getpid())) <= set(before)
     # What the killed worker had half made goes when the next one comes.
     image = await images.get(path)
     assert len(os.listdir(image.lowers[0])) == 20_000
