@@ -14,6 +14,7 @@ from typing import Any
 from ..metrics import Samples
 from ..pool.sync import Pool
 from . import measure
+from .goals import Verdict
 
 
 @dataclass(frozen=True)
@@ -57,21 +58,6 @@ class Figure:
     def ratios(self, other: Figure) -> list[float]:
         """Median over median, round by round."""
         return [mine / theirs for mine, theirs in zip(self.medians(), other.medians(), strict=True)]
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A goal and what was reached."""
-
-    label: str
-    reached: float
-    most: float
-    unit: str
-    rounds: tuple[float, ...]
-
-    @property
-    def ok(self) -> bool:
-        return self.reached <= self.most
 
 
 @dataclass

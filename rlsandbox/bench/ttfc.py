@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from ..errors import ConfigError
 from ..metrics import Samples
 from ..metrics.series import STATISTICS, Summary
+from .goals import Verdict
 
 SCENARIOS = {
     "job": "a Job of its own for each rollout; its first line is awaited",
@@ -193,21 +194,6 @@ class Line:
 
 def _command(batch: Batch) -> float | None:
     return statistics.median(batch.command_s) if batch.command_s else None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """A goal of the recycled scenario, and what was reached: the median of the rounds."""
-
-    label: str
-    reached: float
-    most: float
-    unit: str
-    rounds: tuple[float, ...]
-
-    @property
-    def ok(self) -> bool:
-        return self.reached <= self.most
 
 
 @dataclass

@@ -150,12 +150,13 @@ def _arch(backend: Any) -> str:
 
 async def _inventory(api: Any, backend: Any, spec: Spec, how: dict[str, Any]) -> Inventory:
     from ..images import Inventory, Node
-    from ..images.inventory import read_inventory
 
     if api is None:
         room, each = parse_size(how["node_disk"], "--node-disk"), how["node_sandboxes"]
         made = tuple(Node(f"node-{n}", room=room, sandboxes=each) for n in range(how["nodes"]))
         return Inventory(made, ("nodes are made up: --nodes",))
+    from ..images.inventory import read_inventory  # needs the extra
+
     labels = [f"{key}={value}" for key, value in backend.shape.node_selector.items()]
     selector = ",".join([*labels, *([how["selector"]] if how["selector"] else [])])
     found = await read_inventory(

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..backends.kubernetes.nodes import taints, tolerated
 from ..errors import SandboxError
 from ..spec import Spec
 from .model import Inventory, Node
@@ -52,16 +53,16 @@ async def read_inventory(
     Raises:
         SandboxError: nodes may not be listed (that needs a ClusterRole), the API server does not answer ...
     """
-    rows = await _all(api, "/api/v1/nodes", {"labelSelector": selector} if selector else {})
+    rows = await api.list("/api/v1/nodes", {"labelSelector": selector} if selector else {})
     notes: list[str] = []
     try:
-        pods = await _all(
-            api, "/api/v1/pods", {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
+        pods = await api.list(
+            "/api/v1/pods", {"fieldSelector": "status.phase!=Succeeded,status.phase!=Failed"}
         )
     except SandboxError as error:
         if getattr(error, "status", 0) != 403:
             raise
-        pods = await _all(api, f"/api/v1/namespaces/{api.namespace}/pods", {})
+        pods = await api.list(f"/api/v1/namespaces/{api.namespace}/pods", {})
         notes.append(
             "pods of other namespaces may not be listed (needs: list pods): what they use is not known"
         )
@@ -88,18 +89,6 @@ async def read_inventory(
     if not disks and ask_kubelets is False:
         notes.append("kubelets were not asked: how full disks are is not known")
     return Inventory(nodes, tuple(notes))
-
-
-async def _all(api: Api, path: str, query: Mapping[str, str]) -> list[dict[str, Any]]:
-    asked = {**query, "limit": "500"}
-    rows: list[dict[str, Any]] = []
-    while True:
-        page = await api.get(path, asked)
-        rows += page.get("items") or ()
-        more = (page.get("metadata") or {}).get("continue")
-        if not more:
-            return rows
-        asked = {**asked, "continue": more}
 
 
 async def _disks(api: Api, names: list[str], notes: list[str]) -> dict[str, tuple[int, int]]:
@@ -216,23 +205,10 @@ def _why_not(row: JSON, tolerations: Sequence[JSON]) -> str:
     pressure = [one["type"] for one in status.get("conditions") or () if one.get("status") == "True"]
     if "DiskPressure" in pressure:
         return "its disk is under pressure"
-    for taint in spec.get("taints") or ():
-        if taint.get("effect") in ("NoSchedule", "NoExecute") and not any(
-            _tolerates(one, taint) for one in tolerations
-        ):
+    for taint in taints(row):
+        if not tolerated(taint, tolerations):
             return f"its taint {taint.get('key')} is not tolerated"
     return ""
-
-
-def _tolerates(toleration: JSON, taint: JSON) -> bool:
-    if toleration.get("effect") not in (None, "", taint.get("effect")):
-        return False
-    if not toleration.get("key"):
-        return bool(toleration.get("operator") == "Exists")
-    if toleration["key"] != taint.get("key"):
-        return False
-    exists = toleration.get("operator") == "Exists"
-    return exists or (toleration.get("value") or "") == (taint.get("value") or "")
 
 
 def _room_by_status(status: JSON) -> int | None:

@@ -13,18 +13,16 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import ProcessesRunningError, SandboxStateError
+from ..errors import SandboxStateError
 from ..keeper.client import KeeperClient
-from ..keeper.connection import KeeperFailure
 from ..metrics import TtfcSample
 from .forks import check
-from .lending import sample_of
+from .lending import sample_of, seal
 
 if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
     from .remote import RemotePool
 
-_EBUSY = 16
 _QUIET_S = 5.0
 
 
@@ -112,15 +110,7 @@ class Borrower:
     async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
         layer = f"s{secrets.token_hex(8)}"
-        try:
-            size = await sandbox.client.seal(layer, kill=kill)
-        except KeeperFailure as error:
-            if error.errno != _EBUSY:
-                raise
-            raise ProcessesRunningError(
-                "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
-                task=sandbox.task.id,
-            ) from None  # fmt: skip
+        size = await seal(sandbox, layer, kill=kill)
         id = (await self._pool.call("sealed", lease.number, layer, size, name))[0]
         return self.snapshot_of(id, size, sandbox.task, sandbox.spec)
 

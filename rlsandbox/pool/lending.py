@@ -236,14 +236,7 @@ class Lender:
         for path in credentials.files if credentials is not None else ():
             await sandbox.client.outside_remove(sandbox.path(path))
         try:
-            size = await sandbox.client.seal(layer, kill=kill)
-        except KeeperFailure as error:
-            if error.errno != _EBUSY:
-                raise
-            raise ProcessesRunningError(
-                "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
-                task=sandbox.task.id,
-            ) from None  # fmt: skip
+            size = await seal(sandbox, layer, kill=kill)
         finally:
             if credentials is not None:
                 await _place(sandbox, credentials)
@@ -355,6 +348,23 @@ class Lender:
         if not self._pool.closed:
             driver = self._pool.driver
             driver.tell(driver.core.drop_layer, snapshot.layer)  # type: ignore[attr-defined]
+
+
+async def seal(sandbox: AsyncSandbox, layer: str, *, kill: bool) -> int:
+    """Seal the sandbox's upper layer as *layer*; its bytes.
+
+    Raises:
+        ProcessesRunningError: processes run in it, and *kill* is not set; nothing has changed.
+    """
+    try:
+        return await sandbox.client.seal(layer, kill=kill)
+    except KeeperFailure as error:
+        if error.errno != _EBUSY:
+            raise
+        raise ProcessesRunningError(
+            "processes run in the sandbox", hint="end them, or snapshot(kill=True)", sandbox=sandbox.id,
+            task=sandbox.task.id,
+        ) from None  # fmt: skip
 
 
 async def _place(sandbox: AsyncSandbox, credentials: Credentials) -> None:

@@ -8,6 +8,7 @@ long as the server says, spread by full jitter.
 from __future__ import annotations
 
 import asyncio
+import builtins
 import json
 import logging
 import os
@@ -29,6 +30,8 @@ k8s: Any = _client
 k8s_config: Any = _config  # the client says nothing of its types
 
 TIMEOUT_S = 30.0
+PAGE = 500
+"""Objects a page of a listing."""
 _SA = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
@@ -149,6 +152,18 @@ class Api:
         self, path: str, query: Mapping[str, str] | None = None, *, timeout: float = TIMEOUT_S
     ) -> JSON:
         return await self._call("GET", path, query=query, limit=timeout)
+
+    async def list(self, path: str, query: Mapping[str, str] | None = None) -> builtins.list[JSON]:
+        """All objects of a collection, page by page."""
+        asked = {**(query or {}), "limit": str(PAGE)}
+        rows: builtins.list[JSON] = []
+        while True:
+            page = await self.get(path, asked)
+            rows += page.get("items") or ()
+            more = (page.get("metadata") or {}).get("continue")
+            if not more:
+                return rows
+            asked = {**asked, "continue": more}
 
     async def create(
         self, path: str, body: JSON, *, limit: float = TIMEOUT_S, throttle: bool = False

@@ -99,19 +99,13 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
 
     paths = Paths(api.namespace)
     now = await server_time(api)
-    leases = await _all(api, paths.leases)
+    leases = await _ours(api, "Lease", paths.leases)
     alive = {_label(row, names.RUN) for row in leases if not _run_out(row, now)}
     found = [
         _leftover("Lease", row, paths.leases, now) for row in leases if _label(row, names.RUN) not in alive
     ]
     for kind, path in (("SandboxClaim", paths.claims), ("Pod", paths.pods)):
-        try:
-            rows = await _all(api, path)
-        except ApiError as error:
-            if kind == "SandboxClaim" and error.status == 404:
-                continue  # no CRDs
-            raise
-        for row in rows:
+        for row in await _ours(api, kind, path):
             run = _label(row, names.RUN)
             if not run or run in alive or row["metadata"].get("deletionTimestamp"):
                 continue
@@ -128,12 +122,7 @@ async def of_runs(api: Api, runs: set[str]) -> list[Leftover]:
     now = await server_time(api)
     found: list[Leftover] = []
     for kind, path in (("SandboxClaim", paths.claims), ("Pod", paths.pods), ("Lease", paths.leases)):
-        try:
-            rows = await _all(api, path)
-        except ApiError as error:
-            if kind == "SandboxClaim" and error.status == 404:
-                continue  # no CRDs
-            raise
+        rows = await _ours(api, kind, path)
         found += [_leftover(kind, row, path, now) for row in rows if _label(row, names.RUN) in runs]
     return found
 
@@ -165,16 +154,14 @@ async def server_time(api: Api) -> datetime.datetime:
     return parsedate_to_datetime(date) if date else datetime.datetime.now(datetime.UTC)
 
 
-async def _all(api: Api, path: str) -> list[JSON]:
-    query = {"labelSelector": f"{names.MANAGED}=true", "limit": "500"}
-    rows: list[JSON] = []
-    while True:
-        page = await api.get(path, query)
-        rows += page.get("items") or ()
-        more = page.get("metadata", {}).get("continue")
-        if not more:
-            return rows
-        query = {**query, "continue": more}
+async def _ours(api: Api, kind: str, path: str) -> list[JSON]:
+    """All of a kind that carry our label; none where there are no CRDs."""
+    try:
+        return await api.list(path, {"labelSelector": f"{names.MANAGED}=true"})
+    except ApiError as error:
+        if kind == "SandboxClaim" and error.status == 404:
+            return []
+        raise
 
 
 def _label(row: JSON, name: str) -> str:

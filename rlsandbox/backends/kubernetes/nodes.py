@@ -8,7 +8,7 @@ nothing to choose from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .api import JSON, Api, ApiError
@@ -67,26 +67,28 @@ class Nodes:
                 for name, node in self._watch.store.items()
                 if self.state(name) == ("", "")
                 and wanted.items() <= (node["metadata"].get("labels") or {}).items()
-                and all(_tolerated(taint, shape.tolerations) for taint in _taints(node))
+                and all(tolerated(taint, shape.tolerations) for taint in taints(node))
             )
         )
 
 
-def _taints(node: JSON) -> list[JSON]:
-    taints: list[JSON] = (node.get("spec") or {}).get("taints") or []
-    return [taint for taint in taints if taint.get("effect") in ("NoSchedule", "NoExecute")]
+def taints(node: Mapping[str, Any]) -> list[JSON]:
+    """Those that keep pods away."""
+    rows: list[JSON] = (node.get("spec") or {}).get("taints") or []
+    return [taint for taint in rows if taint.get("effect") in ("NoSchedule", "NoExecute")]
 
 
 def _cleared(node: JSON) -> str:
     if (node.get("spec") or {}).get("unschedulable"):
         return "it was cordoned"
-    for taint in _taints(node):
+    for taint in taints(node):
         if taint["key"] in CLEARED_BY:
             return f"taint {taint['key']}"
     return ""
 
 
-def _tolerated(taint: JSON, tolerations: Any) -> bool:
+def tolerated(taint: JSON, tolerations: Any) -> bool:
+    """Whether one of a pod's *tolerations* answers the taint."""
     for row in tolerations:
         if row.get("effect") not in (None, "", taint["effect"]):
             continue
