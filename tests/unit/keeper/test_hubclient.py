@@ -42,8 +42,13 @@ def made(peer: Peer, channel: int, name: bytes) -> None:
     theirs.close()
 
 
-def fds() -> int:
-    return len(os.listdir("/proc/self/fd"))
+def fds() -> set[str]:
+    """What is open, by number and object: others' may be closed meanwhile, when the collector comes by."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the listing's own
+            found.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
 
 
 async def test_sockets_belong_to_their_answers() -> None:
@@ -83,7 +88,7 @@ async def test_a_cancelled_creation_is_disposed_of() -> None:
     channel, fields = await peer.request()
     assert (fields.int(Tag.OP), fields.text(Tag.MEMBER)) == (Op.HUB_DISPOSE, "m")
     await peer.say(Type.REPLY, channel)
-    assert fds() == before
+    assert fds() <= before
     await hub.aclose()
 
 
@@ -169,7 +174,7 @@ async def test_programs_that_are_no_hub(tmp_path: Path) -> None:
     before = fds()
     with pytest.raises(ProvisionError, match="did not answer"):
         await HubClient.start(silent, timeout=0.2)
-    assert fds() == before
+    assert fds() <= before
 
 
 # -- a real hub -------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ async def test_a_clean_verify_is_one_question_and_no_thread() -> None:
     threads = threading.active_count()
     assert await verify(keeper, base) == []
     assert keeper.calls == ["inspect"]
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
 
 
 async def test_user_hooks_run_on_a_thread_of_their_own_and_may_ask() -> None:
