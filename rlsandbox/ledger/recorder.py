@@ -215,11 +215,15 @@ class Ledger:
         if self._store.foreign:
             return
         if not self._store.closed:
-            for entry in list(self._open.values()):
-                entry.cancel("the pool was closed before the rollout ended")
+            self.cancel_open()
             self._store.append("close", None, {"pid": os.getpid()})
         self._store.close(timeout)
         self._lock.release()
+
+    def cancel_open(self) -> None:
+        """End what is open as cancelled: the pool is closed, nobody drives it any more."""
+        for entry in list(self._open.values()):
+            entry.cancel("the pool was closed before the rollout ended")
 
     async def aclose(self, timeout: float = 5.0) -> None:
         """:meth:`close` without blocking the event loop."""

@@ -18,12 +18,11 @@ from ..keeper.client import KeeperClient
 from ..metrics import TtfcSample
 from .forks import check
 from .lending import sample_of, seal
+from .owner import QUIET_S, detached
 
 if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
     from .remote import RemotePool
-
-_QUIET_S = 5.0
 
 
 class Borrower:
@@ -80,7 +79,7 @@ class Borrower:
         if not lease.started:
             lease.started, lease.sample = True, sample_of(lease.parts, never_started=True)
             self._pool.metrics.record_ttfc(lease.sample)
-        stream = None if discard else await self._detached(sandbox)
+        stream = None if discard else await detached(sandbox.client, QUIET_S)
         await self._give_back(sandbox, number, lease.sample, stream)
 
     async def _give_back(
@@ -93,19 +92,6 @@ class Borrower:
             if stream is not None:
                 stream.close()
             await sandbox.client.aclose()
-
-    async def _detached(self, sandbox: AsyncSandbox) -> socket.socket | None:
-        """The keeper's stream, once nothing is in flight on it; None when that does not come true."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _QUIET_S
-        while not sandbox.client.lost.done():
-            try:
-                return sandbox.client.detach()
-            except RuntimeError:
-                if loop.time() >= end:
-                    return None
-                await asyncio.sleep(0.002)
-        return None
 
     async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
@@ -145,14 +131,14 @@ class Borrower:
     async def renew(self, sandbox: AsyncSandbox) -> None:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
         number, lease.number = lease.number, None
-        await self._give_back(sandbox, number, None, await self._detached(sandbox))
+        await self._give_back(sandbox, number, None, await detached(sandbox.client, QUIET_S))
         await self._move(sandbox, sandbox.task, None)
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
         lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
         number, lease.number = lease.number, None
-        await self._give_back(sandbox, number, None, await self._detached(sandbox))
+        await self._give_back(sandbox, number, None, await detached(sandbox.client, QUIET_S))
 
     async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]

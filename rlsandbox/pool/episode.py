@@ -177,6 +177,10 @@ class Episode:
                 await self.cancel("its claim was cancelled")
                 raise
             except Exception as error:
+                if isinstance(error, PoolClosedError) and error.kind == PoolClosedError.default_kind:
+                    self.failure = await self._judge(error, "claim")
+                    await self.cancel(error.message)  # in good order: nothing broke, nobody wants it any more
+                    raise
                 self._end_attempt(await self._judge(error, "claim"))
                 late = deadline is not None and time.monotonic() >= deadline
                 if self.may_retry and not late and not isinstance(error, CALLERS_MISTAKES):

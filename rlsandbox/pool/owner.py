@@ -2,7 +2,8 @@
 
 The owner serves a unix socket in a directory that only its user can enter. A claim of another process is an
 ordinary claim here; its keeper's stream is then handed to that process, which speaks to the sandbox without
-us, and hands the stream back to release it. What a process that ends has not given back is disposed of.
+us, and hands the stream back to release it. What a process that ends has not given back is disposed of. A
+pool that is closed says so first: what the others have under way then ends as cancelled, not as broken.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import secrets
 import shutil
 import socket
 import tempfile
+import time
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SandboxError, UnsupportedError
+from ..errors import SandboxDiedError, SandboxError, UnsupportedError
 from ..metrics import TtfcSample
 from .channel import Channel, ChannelClosedError
 from .refusals import deleted
@@ -32,7 +34,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("rlsandbox.pool")
 
 TOKEN_BYTES = 32
+CLOSING = "closing"
+"""What the owner says, unasked, before it disposes of everything."""
 _HANDSHAKE_S = 10.0
+_HEARD_S = 5.0
+QUIET_S = 5.0
+_POLL_S = 0.002
 _WAITS = frozenset({"claim", "fork", "wait_ready"})
 """What may be taken back while it is under way. Everything else is short, and half of it would be a leak."""
 
@@ -65,6 +72,7 @@ class Owner:
         self._listener.bind(path)
         self._listener.listen(128)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._peers: set[_Peer] = set()
         self._spawn(self._accept())
 
     def _spawn(self, coro: Any) -> asyncio.Task[None]:
@@ -88,16 +96,23 @@ class Owner:
             if not hmac.compare_digest(token, self.ref.token.encode()):
                 log.warning("a process without the pool's token was turned away")
                 return
+            self._peers.add(peer)
             await peer.serve()
         except (ChannelClosedError, TimeoutError, OSError) as error:
             log.debug("a connected process is gone: %s", error)
         except Exception:
             log.exception("serving a connected process failed: an error of rlsandbox itself")
         finally:
+            self._peers.discard(peer)
+            peer.gone.set()
             channel.close()
             await peer.end()
 
-    async def close(self) -> None:
+    async def close(self, timeout: float | None = None) -> None:
+        """Tell the others; when they have heard it, or are too busy to hear, turn everybody away."""
+        telling = [self._spawn(peer.tell_closing()) for peer in self._peers]
+        if telling:
+            await asyncio.wait(telling, timeout=_HEARD_S if timeout is None else min(timeout, _HEARD_S))
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -113,10 +128,29 @@ class _Peer:
         self._held: dict[int, AsyncSandbox] = {}
         self._numbers = itertools.count(1)
         self._asked: dict[int, asyncio.Task[None]] = {}
+        self._heard = asyncio.Event()
+        self._reads = False
+        """Whether it has a loop that hears us: saying hello does not need one."""
+        self.gone = asyncio.Event()
+
+    async def tell_closing(self) -> None:
+        """Say that the pool is closing, and wait until the process has ended what it had under way."""
+        if not self._reads:
+            return
+        try:
+            await self._channel.send((0, CLOSING, None))
+        except ChannelClosedError:
+            return
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(event.wait()) for event in (self._heard, self.gone)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
 
     async def serve(self) -> None:
         while (message := await self._channel.recv()) is not None:
             (number, what, arguments), fds = message
+            self._reads = self._reads or what != "hello"
             if what == "cancel":
                 asked = self._asked.get(arguments[0])
                 if asked is not None and asked.get_name() in _WAITS:
@@ -193,10 +227,12 @@ class _Peer:
         """The keeper's stream of a sandbox that was lent."""
         sandbox = self._held[number]
         try:
-            stream: socket.socket = self._link(sandbox).detach()
+            stream = await detached(self._link(sandbox), QUIET_S)
+            if stream is None:
+                raise SandboxDiedError("its stream does not come to rest", phase="claim", sandbox=sandbox.id)
         except BaseException:
-            del self._held[number]
-            await sandbox.release(discard=True)
+            if self._held.pop(number, None) is not None:
+                await sandbox.release(discard=True)
             raise
         return stream
 
@@ -242,6 +278,9 @@ class _Peer:
             "ledger": str(pool.ledger.path), "block": pool.config.pool.block,
         }  # fmt: skip
 
+    async def _do_heard(self) -> None:
+        self._heard.set()
+
     async def _do_started(self, sample: TtfcSample) -> None:
         self._pool.metrics.record_ttfc(sample)
 
@@ -275,6 +314,22 @@ class _Peer:
         for sandbox in held.values():
             with contextlib.suppress(SandboxError):
                 await sandbox.release(discard=True)
+
+
+async def detached(holder: Any, within_s: float) -> socket.socket | None:
+    """The keeper's stream of a link or client, once nothing is in flight on it; None when that does not
+    come true: an answer to somebody who was cut off may still be on its way."""
+    client = getattr(holder, "client", holder)
+    end = time.monotonic() + within_s
+    while not client.lost.done():
+        try:
+            stream: socket.socket = holder.detach()
+            return stream
+        except RuntimeError:
+            if time.monotonic() >= end:
+                return None
+            await asyncio.sleep(_POLL_S)
+    return None
 
 
 def plain(rollout: Any) -> Any:

@@ -422,7 +422,7 @@ class AsyncPool(Claiming):
         await stop_batches(self)
         self.closed = True
         if self._owner is not None:
-            await self._owner.close()
+            await self._owner.close(timeout)
         for lease in list(self._lender.leases):
             await self._lender.revoke(lease)
         self._lender.leases.clear()

@@ -25,7 +25,7 @@ from ..task import Task
 from .ahead import Need
 from .borrowing import Borrower
 from .channel import Channel, ChannelClosedError, ask_blocking
-from .owner import PoolRef, plain
+from .owner import CLOSING, PoolRef, plain
 from .pool import CLOSE_S, AsyncPool
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class RemotePool(AsyncPool):
         self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
         self._answers: dict[int, asyncio.Future[tuple[Any, list[int]]]] = {}
+        self._closing = False
+        """The owner has said that it closes the pool."""
         self._asks = itertools.count(1)
         self._remote = Borrower(self)
         self._told: set[asyncio.Task[Any]] = set()
@@ -104,6 +106,10 @@ class RemotePool(AsyncPool):
         try:
             while (message := await channel.recv()) is not None:
                 (number, answer, error), fds = message
+                if answer == CLOSING and not number:
+                    self._closing = True
+                    self._later(self._close_with_owner())
+                    continue
                 future = self._answers.pop(number, None)
                 if future is None or future.done():
                     await self._unwanted(answer, fds)
@@ -117,8 +123,29 @@ class RemotePool(AsyncPool):
             channel.close()
             for future in self._answers.values():
                 if not future.done():
-                    future.set_exception(_owner_gone(self.reference))
+                    future.set_exception(self._gone())
             self._answers.clear()
+
+    async def _close_with_owner(self) -> None:
+        """What is under way ends as cancelled, as in the owner: nothing of it broke."""
+        from .rollouts import stop_batches
+
+        try:
+            await stop_batches(self)
+        finally:
+            self.ledger.cancel_open()
+        await self.ledger.flush()
+        try:
+            await self.call("heard")
+        except PoolClosedError as error:
+            log.debug("the owner did not wait for us: %s", error)
+
+    def _gone(self) -> PoolClosedError:
+        if not self._closing:
+            return _owner_gone(self.reference)
+        return PoolClosedError(
+            f"the pool is closed: process {self.reference.pid}, which owns run {self.run!r}'s, has closed it"
+        )
 
     async def _unwanted(self, answer: Any, fds: list[int]) -> None:
         """The answer to somebody who was cancelled meanwhile: a sandbox goes back as it came."""
@@ -140,7 +167,7 @@ class RemotePool(AsyncPool):
             await channel.send((number, what, arguments), fds)
             return await future
         except ChannelClosedError:
-            raise _owner_gone(self.reference) from None
+            raise self._gone() from None
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 await self._unwanted(*future.result())
@@ -179,6 +206,8 @@ class RemotePool(AsyncPool):
         ahead: Need | None = None,
     ) -> AsyncSandbox:
         self._check()
+        if self._closing:
+            raise self._gone()
         needed = self.now()
         asked: Any = task if isinstance(task, Task) else getattr(task, "id", task)
         if not isinstance(asked, (Task, str)):

@@ -17,6 +17,8 @@ import pytest
 
 import rlsandbox as rls
 from rlsandbox.errors import ClaimTimeoutError, PoolClosedError, PrimeError, UnsupportedError
+from rlsandbox.ledger import reading
+from rlsandbox.ledger.report import Report
 
 TASK = rls.Task(id="t", workdir="/work", files={"a.txt": "hello\n"})
 LONG = 60
@@ -173,11 +175,72 @@ def test_when_the_owner_closes(tmp_path: Path) -> None:
     sandbox = there.claim(TASK, timeout=LONG)
     pool.close()
     eventually(lambda: sandbox.state == "dead")
-    with pytest.raises(PoolClosedError, match="has closed it or is gone"):
+    with pytest.raises(PoolClosedError, match=r"which owns run .* has closed it") as raised:
         there.claim(TASK, timeout=LONG)
+    assert raised.value.kind == "pool_closed"
     there.close()
     with pytest.raises(PoolClosedError, match="has closed it or is gone"):
         rls.Pool.connect(ref)
+
+
+def driving(ref: rls.PoolRef, answers: Any, go_on: Any) -> None:
+    """A rollout that has its sandbox, one that waits for one, one that is retried, one that comes too late."""
+
+    async def drive() -> None:
+        async with rls.AsyncPool.connect(ref) as pool:
+            episodes = [
+                rls.AsyncEpisode(pool, rls.Task(id=name), retries=9) for name in ("idle", "works", "waits")
+            ]
+            await episodes[0].begin()
+            sandbox = await episodes[1].begin()
+            command = asyncio.create_task(sandbox.run("sleep 1000"))
+            waiting = asyncio.create_task(episodes[2].begin())
+            answers.put("at work")
+            errors = await asyncio.gather(command, waiting, return_exceptions=True)
+            await asyncio.to_thread(go_on.wait, LONG)
+            late = rls.AsyncEpisode(pool, rls.Task(id="late"))
+            with contextlib.suppress(PoolClosedError):
+                await late.begin()
+            await episodes[1].broke(errors[0], "command")
+            assert not episodes[1].may_retry
+            answers.put([type(error).__name__ for error in errors])
+            answers.put([e.record.status if e.record else None for e in (*episodes, late)])
+
+    asyncio.run(drive())
+
+
+def test_what_others_have_under_way_when_the_owner_closes_is_cancelled(tmp_path: Path) -> None:
+    pool = rls.Pool(size=2, config=False, ledger=tmp_path, run="closed")
+    answers, closed = spawn.Queue(), spawn.Event()
+    process = spawn.Process(target=driving, args=(pool.ref, answers, closed))
+    process.start()
+    assert answers.get(timeout=LONG) == "at work"
+    eventually(lambda: pool.stats().waiting == 1)
+    pool.close()
+    closed.set()
+    assert answers.get(timeout=LONG) == ["SandboxDiedError", "PoolClosedError"]
+    assert answers.get(timeout=LONG) == ["cancelled"] * 4
+    process.join(30)
+    assert process.exitcode == 0
+    records = Report.of(reading.read(sorted(tmp_path.glob("*.db")))).records
+    assert [record.status for record in records] == ["cancelled"] * 4
+    assert not any(record.reward for record in records)
+
+
+def test_a_process_that_does_not_hear_holds_nobody_up(tmp_path: Path) -> None:
+    """One that only said hello, and one that is stopped."""
+    with rls.Pool(size=1, config=False, ledger=tmp_path) as pool:
+        silent = rls.AsyncPool.connect(pool.ref)
+        answers = spawn.Queue()
+        process = spawn.Process(target=hold, args=(pool.ref, answers))
+        process.start()
+        answers.get(timeout=LONG)
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        pool.close()
+        process.kill()
+        process.join(30)
+        del silent
 
 
 def test_who_has_no_token_is_turned_away(pool: rls.Pool) -> None:
