@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -247,6 +248,10 @@ async def test_unisolated_only_by_name(tmp_path: Path) -> None:
             f"{os.getuid()}\n{os.readlink('/proc/self/ns/pid')}"
         ), "this is the machine itself"
         assert (workdir / "file").exists()
+        deep = "import os\nfor n in range(3000):\n    os.mkdir('d', 0o700)\n    os.chdir('d')"
+        await box.out(
+            shlex.join([sys.executable, "-c", deep]), cwd=str(workdir)
+        )  # Python's own rmtree gives up
         await box.client.spawn(["sleep", "4711.5"])
         assert sleepers("4711.5")
         await client.aclose()
@@ -380,7 +385,7 @@ def test_where_nothing_can_be_isolated_only_none_works() -> None:
     assert answer == {"ids": "host", "out": "0\nhere"}
     both = PROGRAM.replace(
         "async with",
-        'await backend.provision(Spec(isolation="none"), member="x", labels={}, deadline=9)\n        async with',
+        'await backend.provision(Spec(isolation="none"), member="x", labels={}, deadline=90)\n        async with',
     )
     answer = unshared(FORBID, both)
     assert answer["error"] == "UnsupportedError"

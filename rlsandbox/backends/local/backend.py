@@ -11,12 +11,12 @@ import errno
 import logging
 import os
 import platform
-import shutil
 import socket
 import warnings
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, ProvisionError, SandboxDiedError, SandboxError, UnsupportedError
@@ -30,6 +30,7 @@ from . import limits
 from .advice import advice, mounts
 from .hubs import Hubs
 from .roots import Root
+from .state import forget
 
 log = logging.getLogger("rlsandbox.local")
 
@@ -140,19 +141,19 @@ class Local(Backend):
         place = self._places.pop(member.id, None)
         if place is not None and place.stream is not None:
             place.stream.close()
-        if place is not None and place.workdir is not None:
-            await asyncio.to_thread(shutil.rmtree, place.workdir, ignore_errors=True)
         hub = self._hubs.alive
-        if hub is None:
-            return  # the hub took all of them along
         try:
-            await hub.dispose(member.id)
+            if hub is not None:  # (else it took all of them along)
+                await hub.dispose(member.id)
         except KeeperFailure as error:
             if error.errno != errno.ENOENT:
                 raise
         except ProvisionError:
-            if not hub.lost.done():
+            if hub is not None and not hub.lost.done():
                 raise
+        finally:
+            if place is not None and place.workdir is not None:  # nobody writes there any more
+                await asyncio.to_thread(forget, Path(place.workdir))
 
     async def hurry(self, within: float) -> None:
         hub = self._hubs.alive

@@ -19,7 +19,8 @@ from typing import Any
 
 from ...errors import ImageError, SandboxError
 from . import archive, base, fitting, manifest
-from .layers import Unpacker, remove_tree
+from .layers import Unpacker
+from .trees import remove_tree
 from .view import OPAQUE
 
 CLONE_NEWUSER = 0x10000000

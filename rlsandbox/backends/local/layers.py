@@ -20,6 +20,7 @@ from typing import IO
 
 from ...errors import ImageError
 from .archive import holes_of, open_tar
+from .trees import remove_tree
 from .view import MAX_LINKS, OPAQUE, Found, View, split
 
 MAX_ID = 65535
@@ -387,30 +388,6 @@ class Unpacker:
             os.mknod(path, stat.S_IFCHR, 0, dir_fd=self._root)
         elif found.is_dir:
             os.setxattr(f"{self._path}/{path}", OPAQUE, b"y")
-
-
-def remove_tree(path: str) -> None:
-    """Remove the directory *path*, whatever its directories' modes and however deep they lie.
-
-    Nobody else can write there. What lies deep is moved up first: names stay short, and nothing recurses.
-    """
-    top, mark = os.path.dirname(path), f".gone-{os.getpid()}-{os.urandom(8).hex()}"
-    todo = [path]
-    moved = 0
-    while todo:
-        here = todo.pop()
-        if os.geteuid() != 0:
-            os.chmod(here, 0o700)
-        for entry in list(os.scandir(here)):
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(entry.path)
-                continue
-            if os.geteuid() != 0:
-                os.chmod(entry.path, 0o700)  # moving a directory changes its ".."
-            moved += 1
-            todo.append(os.path.join(top, f"{mark}-{moved}"))
-            os.rename(entry.path, todo[-1])
-        os.rmdir(here)
 
 
 def _depth(path: str) -> int:

@@ -20,7 +20,6 @@ import json
 import logging
 import os
 import platform
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from ... import _paths
 from ...errors import ConfigError, SandboxError
 from . import cgroups, worker
 from .ids import IdMap
+from .trees import remove_tree
 
 log = logging.getLogger("rlsandbox.local")
 
@@ -112,9 +112,15 @@ class RunState:
         if os.getpid() != self._pid:
             return  # a forked child
         for path in [*self._places, self.path]:
-            shutil.rmtree(path, ignore_errors=True)
+            forget(path)
         os.close(self._lock)
         _OWN.discard(str(self.path))
+
+
+def forget(path: Path) -> None:
+    """Remove the directory *path* as far as that goes."""
+    with contextlib.suppress(OSError):
+        remove_tree(str(path))
 
 
 def machine_id() -> str:
@@ -173,14 +179,14 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
             continue
         if name.startswith("."):  # begun and not yet locked; a minute later, by one that was killed
             if _untouched(path, 60):
-                shutil.rmtree(path, ignore_errors=True)
+                forget(path)
             continue
         try:
             lock = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             # In the middle of its removal; the young are left alone.
             if _untouched(path, 60):
-                shutil.rmtree(path, ignore_errors=True)
+                forget(path)
             continue
         except OSError:
             continue  # somebody else's

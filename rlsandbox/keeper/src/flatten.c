@@ -103,6 +103,8 @@ static int merge(int from, int to, int depth, struct links *l, const char *path)
     struct dirent *x;
     if (!d || depth >= TREE_DEPTH_MAX)
         r = -1;
+    if (d && r < 0)
+        errno = ELOOP;
     while (r == 0 && (errno = 0, x = readdir(d))) {
         char *sub;
         if (!strcmp(x->d_name, ".") || !strcmp(x->d_name, ".."))

@@ -9,8 +9,9 @@
 #include "entry.h"
 #include "inside.h"
 #include "sys.h"
+#include "trees.h"
 
-enum { ROOM = 64 << 10, DEPTH_MAX = 2000 };
+enum { ROOM = 64 << 10 };
 
 static _Noreturn void failed(struct inside *in, struct err *e, const char *what, const char *path)
 {
@@ -228,42 +229,6 @@ static _Noreturn void write_path(struct inside *in, char *path, struct err *e)
     done(in, &reply);
 }
 
-/* Everything below an open directory. A tree deeper than there are descriptors for is refused, not followed. */
-static int remove_below(int dir, int depth)
-{
-    DIR *d = fdopendir(dir);
-    struct dirent *x;
-    int r = 0;
-    if (!d) {
-        close(dir);
-        return -1;
-    }
-    while (r == 0 && (errno = 0, x = readdir(d))) {
-        if (!strcmp(x->d_name, ".") || !strcmp(x->d_name, ".."))
-            continue;
-        if (unlinkat(dirfd(d), x->d_name, 0) == 0 || errno == ENOENT)
-            continue;
-        if (errno != EISDIR && errno != EPERM) {
-            r = -1;
-            break;
-        }
-        if (depth >= DEPTH_MAX) {
-            errno = ELOOP;
-            r = -1;
-            break;
-        }
-        int sub = openat(dirfd(d), x->d_name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-        if (sub < 0 || remove_below(sub, depth + 1) < 0 || unlinkat(dirfd(d), x->d_name, AT_REMOVEDIR) < 0)
-            r = errno == ENOENT ? 0 : -1;
-    }
-    if (r == 0 && errno)
-        r = -1;
-    int no = errno;
-    closedir(d);
-    errno = no;
-    return r;
-}
-
 static _Noreturn void remove_path(struct inside *in, const char *path, struct err *e)
 {
     struct buf reply = {0};
@@ -271,12 +236,7 @@ static _Noreturn void remove_path(struct inside *in, const char *path, struct er
     uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
     if (lstat(path, &st) < 0)
         failed(in, e, "remove", path);
-    if (S_ISDIR(st.st_mode) && flags & D_TREE) {
-        int fd = open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
-        if (fd < 0 || remove_below(fd, 0) < 0)
-            failed(in, e, "remove what is in", path);
-    }
-    if ((S_ISDIR(st.st_mode) ? rmdir(path) : unlink(path)) < 0)
+    if ((flags & D_TREE ? remove_tree(AT_FDCWD, path) : S_ISDIR(st.st_mode) ? rmdir(path) : unlink(path)) < 0)
         failed(in, e, "remove", path);
     done(in, &reply);
 }

@@ -76,6 +76,8 @@ static int restore_inside(int view, int up, int below, const char *name, const s
     DIR *d = NULL;
     struct dirent *x;
     struct stat st;
+    if (depth >= TREE_DEPTH_MAX)
+        errno = ELOOP;
     if (v < 0 || u < 0 || b < 0 || depth >= TREE_DEPTH_MAX)
         goto end;
     int again = openat(u, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);

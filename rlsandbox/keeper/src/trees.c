@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/sysmacros.h>
@@ -120,9 +121,54 @@ uint64_t tree_bytes(int dir, int depth)
     return sum;
 }
 
-static int remove_depth(int dir, const char *name, int depth)
+/* ---- removing ---- */
+
+enum { HELD = 100 }; /* levels whose directories are held open at once */
+
+struct removal {
+    int top; /* the directory that is removed */
+    unsigned long tried, moved;
+};
+
+/* What lies too deep is moved to the top of the tree, where another pass finds it: so neither descriptors nor the stack
+ * limit how deep a tree may be, and no `..` is ever followed. */
+static bool move_up(struct removal *m, int dir, const char *name)
+{
+    char to[32];
+    for (;;) {
+        path_join(to, sizeof to, "rls-deep.%lu", ++m->tried);
+        if (renameat(dir, name, m->top, to) == 0) {
+            m->moved++;
+            return true;
+        }
+        if (errno != EEXIST && errno != ENOTEMPTY && errno != ENOTDIR) /* the name is taken, by what is removed as well */
+            return false;
+    }
+}
+
+static int remove_at(struct removal *m, int dir, const char *name, int depth);
+
+/* All that is in it, as far as that goes; the first thing that did not. */
+static int remove_inside(struct removal *m, DIR *d, int depth)
 {
     struct dirent *x;
+    unsigned long before;
+    int no;
+    do {
+        before = m->moved;
+        no = 0;
+        rewinddir(d);
+        while ((errno = 0, x = readdir(d)))
+            if (strcmp(x->d_name, ".") && strcmp(x->d_name, "..") && remove_at(m, dirfd(d), x->d_name, depth + 1) < 0 && errno != ENOENT && !no)
+                no = errno;
+        no = no ? no : errno;
+    } while (depth == 0 && m->moved != before);
+    errno = no;
+    return no ? -1 : 0;
+}
+
+static int remove_at(struct removal *m, int dir, const char *name, int depth)
+{
     if (unlinkat(dir, name, 0) == 0)
         return 0;
     if (errno != EISDIR && errno != EPERM)
@@ -131,28 +177,36 @@ static int remove_depth(int dir, const char *name, int depth)
         return 0;
     if (errno != ENOTEMPTY && errno != EEXIST)
         return -1;
-    if (depth >= TREE_DEPTH_MAX) {
+    if (depth >= HELD && move_up(m, dir, name))
+        return 0;
+    if (depth >= TREE_DEPTH_MAX) { /* directories of a lower layer cannot be moved */
         errno = ELOOP;
         return -1;
     }
     int fd = open_dir(dir, name);
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE) && depth && move_up(m, dir, name))
+        return 0;
     DIR *d = fd < 0 ? NULL : fdopendir(fd);
-    int r = 0;
-    if (!d)
+    if (!d) {
+        int no = errno;
+        fd_close(&fd);
+        errno = no;
         return -1;
-    while (r == 0 && (errno = 0, x = readdir(d)))
-        if (strcmp(x->d_name, ".") && strcmp(x->d_name, ".."))
-            if (remove_depth(dirfd(d), x->d_name, depth + 1) < 0 && errno != ENOENT)
-                r = -1;
-    int no = errno;
+    }
+    if (depth == 0)
+        m->top = fd;
+    int r = remove_inside(m, d, depth), no = errno;
     closedir(d);
-    errno = no;
-    return r < 0 ? -1 : unlinkat(dir, name, AT_REMOVEDIR);
+    if (unlinkat(dir, name, AT_REMOVEDIR) == 0)
+        return 0;
+    errno = r < 0 ? no : errno;
+    return -1;
 }
 
 int remove_tree(int dir, const char *name)
 {
-    return remove_depth(dir, name, 0);
+    struct removal m = {.top = -1};
+    return remove_at(&m, dir, name, 0);
 }
 
 int copy_meta(int from_fd, int to_fd, const struct stat *st)

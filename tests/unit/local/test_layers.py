@@ -401,6 +401,28 @@ def test_a_deletion_of_a_deletion_is_nothing(tmp_path: Path, form: str) -> None:
     assert not any(name.startswith(".wh.") for name in names)
 
 
+def test_an_interrupted_removal_leaves_nothing_outside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    top = tmp_path / "place"
+    (top / "a/b/c/d").mkdir(parents=True)
+    removed = os.rmdir
+    left = [2]
+
+    def rmdir(path: str) -> None:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        removed(path)
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(os, "rmdir", rmdir)
+        remove(str(top))
+    assert os.listdir(tmp_path) == ["place"]
+    remove(str(top))
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_tree_of_any_depth_is_removed(tmp_path: Path) -> None:
     """An image may hold paths that are deeper than Python's stack, and then be refused."""
     top = tmp_path / "place"
