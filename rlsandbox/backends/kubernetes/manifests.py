@@ -104,6 +104,8 @@ def mode_of(spec: Spec, shape: Shape) -> str:
             phase="config",
             hint='Kubernetes(gvisor_class="gvisor")',
         )
+    if spec.isolation == "gvisor":
+        return "replace"  # it has no mount namespaces, of which the others are made
     return shape.mode
 
 
@@ -187,7 +189,7 @@ def pod_spec(
             {"name": names.RUN_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
     }
-    _secure(pod, container, mode, spec)
+    _secure(pod, container, mode, spec, root=spec.isolation == "gvisor" and shape.mode != "replace")
     runtime = shape.gvisor_class if spec.isolation == "gvisor" else shape.runtime_class
     if runtime is not None:
         pod["runtimeClassName"] = runtime
@@ -202,8 +204,12 @@ def pod_spec(
     return pod
 
 
-def _secure(pod: JSON, container: JSON, mode: str, spec: Spec) -> None:
-    """What each mode needs, and not more."""
+def _secure(pod: JSON, container: JSON, mode: str, spec: Spec, *, root: bool) -> None:
+    """What each mode needs, and not more.
+
+    Args:
+        root: whether a pod in mode replace is root's: under gVisor, where the level allows it.
+    """
     if mode == "overlay":
         container["securityContext"] = {
             "runAsUser": 0,
@@ -211,13 +217,19 @@ def _secure(pod: JSON, container: JSON, mode: str, spec: Spec) -> None:
             "capabilities": {"add": ["SYS_ADMIN"]},
             "seccompProfile": {"type": "RuntimeDefault"},
         }
-        if spec.isolation != "gvisor":
-            pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
+        pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
     elif mode == "userns":
         # No seccomp profile is asked for: RuntimeDefault forbids what is needed, and naming none is baseline.
         container["securityContext"] = {"runAsUser": 0, "runAsGroup": 0}
     elif spec.isolation == "none":
         container["securityContext"] = {"allowPrivilegeEscalation": False}
+    elif root:
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
     else:
         container["securityContext"] = {
             "allowPrivilegeEscalation": False,

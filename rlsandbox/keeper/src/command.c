@@ -12,6 +12,7 @@
 
 #include "limits.h"
 #include "pause.h"
+#include "pidfd.h"
 #include "procs.h"
 #include "stack.h"
 #include "standby.h"
@@ -558,7 +559,7 @@ void chan_kill(struct chan *c)
     if (c->op == OP_SPAWN)
         tree_kill(c);
     else
-        k_pidfd_signal(c->pidfd, SIGKILL);
+        pidfd_kill(c->pidfd, SIGKILL);
 }
 
 int chan_timers(struct keeper *k)
@@ -649,7 +650,7 @@ bool chan_frame(struct keeper *k, const struct frame *f)
         if (f->len == 2 && f->p[1] == 1 && f->p[0])
             tree_signal(c, f->p[0]);
         else
-            k_pidfd_signal(c->pidfd, f->p[0]);
+            pidfd_kill(c->pidfd, f->p[0]);
         return true;
     case T_CANCEL:
         if (c && c->job) {

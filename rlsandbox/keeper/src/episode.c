@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 
 #include "limits.h"
+#include "pidfd.h"
 #include "procs.h"
 #include "sandbox.h"
 #include "skip.h"
@@ -85,6 +86,8 @@ static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int 
         if (p > 0) {
             in->live[in->n].pid = p;
             in->live[in->n++].job = m->job;
+            if (pidfd < 0) /* the flag was not known */
+                pidfd = pidfd_of(p);
             back.kind = E_FORKED;
             back.pid = p;
             back.status = 0;
@@ -106,7 +109,7 @@ static void bare_end(void)
     int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     for (int round = 0; dir >= 0 && round < 400; round++) {
         size_t live = 0;
-        if (procs_read(dir, &ps) < 0 || procs_mark_tree(&ps, getpid()) <= 1)
+        if (procs_read(dir, &ps) < 0 || (procs_subreaper() ? procs_mark_tree(&ps, getpid()) <= 1 : procs_mark_container(&ps, getpid()) <= 0))
             break;
         for (size_t i = 0; i < ps.n; i++)
             if (ps.p[i].in && ps.p[i].pid != getpid() && !strchr("ZX", ps.p[i].state)) {
@@ -160,6 +163,23 @@ static int session_key(void)
     return r > 0 ? (int)r : 0;
 }
 
+static int bare_begin(struct keeper *k, int *root, int *proc, struct err *e)
+{
+    struct procs ps = {0};
+    int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool known = procs_subreaper() ? prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
+                                   : dir >= 0 && procs_read(dir, &ps) == 0 && procs_mark_container(&ps, getpid()) >= 0;
+    fd_close(&dir);
+    procs_free(&ps);
+    if (!known)
+        return fail(e, ENOSYS, "find every process again that a command leaves");
+    if (limits_inside(k, e) < 0)
+        return -1;
+    if ((*root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0 || (*proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0)
+        return fail(e, errno, *root < 0 ? "open /" : "open /proc");
+    return 0;
+}
+
 _Noreturn void episode_main(struct keeper *k, int ctl)
 {
     struct err e = {0};
@@ -192,8 +212,7 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
         /* so far without ids: they are mapped meanwhile. A keeper that died gives end of file */
         if (recv(ctl, &go, 1, 0) != 1)
             _exit(2);
-        if (bare ? prctl(PR_SET_CHILD_SUBREAPER, 1) == 0 && limits_inside(k, &e) == 0 && (root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) >= 0 &&
-                       (proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) >= 0
+        if (bare ? bare_begin(k, &root, &proc, &e) == 0
                  : view_build(k, &root, &proc, &foreign, &e) == 0 && ((m.pid = session_key()), limits_inside(k, &e) == 0) && caps_drop(&e) == 0 && seccomp_install(&e) == 0)
             m.kind = E_READY;
     }

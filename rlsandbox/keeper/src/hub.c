@@ -509,9 +509,9 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
     sigset_t set;
     struct rlimit rl;
     int pidfd = k_pidfd_open(client), sig;
-    if (pidfd < 0 && errno == ENOSYS)
+    if (pidfd < 0 && errno == ENOSYS && client != 1) /* the end of a container's first process ends all of it anyway */
         return fail(e, errno, "watch processes: this kernel has no pidfd_open (Linux 5.3, or a newer gVisor, is needed)");
-    if (pidfd < 0)
+    if (pidfd < 0 && client != 1)
         return fail(e, errno, "watch the client, process %d", (int)client);
     if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {
         rl.rlim_cur = rl.rlim_max;
@@ -539,7 +539,7 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
     sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
     if (sig < 0 || loop_init(&h->loop) < 0 || conn_init(&h->conn, fd, on_frame, h) < 0 ||
         loop_add(&h->loop, &h->client, fd, EPOLLIN, on_client, h) < 0 ||
-        loop_add(&h->loop, &h->client_pid, pidfd, EPOLLIN, on_client_death, h) < 0 ||
+        (pidfd >= 0 && loop_add(&h->loop, &h->client_pid, pidfd, EPOLLIN, on_client_death, h) < 0) ||
         loop_add(&h->loop, &h->child, sig, EPOLLIN, on_child, h) < 0)
         return fail(e, errno, "prepare the hub's loop");
     h->spare.off = h->bare_only || !cgroups_any(h);
@@ -584,7 +584,8 @@ int hub_main(int fd, pid_t client, bool bare)
         member_end(m);
     if (h.zygote_pid > 0)
         kill(h.zygote_pid, SIGKILL);
-    kill(h.bare_pid, SIGKILL);
+    if (h.bare_pid > 0)
+        kill(h.bare_pid, SIGKILL);
     while (wait(NULL) > 0 || errno == EINTR)
         ;
     cgroups_end(&h);

@@ -5,7 +5,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/prctl.h>
 
+#include "pidfd.h"
 #include "sys.h"
 
 static const uint64_t DYING_NS = 2000000000;
@@ -23,11 +25,12 @@ static bool stat_read(int dir, const char *name, struct proc *p)
     if (path_join(path, sizeof path, "%s/stat", name) < 0 || read_file_at(dir, path, text, sizeof text) <= 0)
         return false;
     char *s = strrchr(text, ')'); /* the name before it may hold anything */
-    int ppid;
-    if (!s || sscanf(s + 1, " %c %d", &p->state, &ppid) != 2)
+    int ppid, session;
+    if (!s || sscanf(s + 1, " %c %d %*d %d", &p->state, &ppid, &session) != 3)
         return false;
     p->pid = (pid_t)strtol(name, NULL, 10);
     p->ppid = ppid;
+    p->session = session;
     p->in = false;
     return true;
 }
@@ -81,10 +84,36 @@ static struct proc *find(struct procs *ps, pid_t pid)
     return ps->n ? bsearch(&key, ps->p, ps->n, sizeof key, by_pid) : NULL;
 }
 
+bool procs_subreaper(void)
+{
+    static int known = -1;
+    if (known < 0) {
+        known = prctl(PR_SET_CHILD_SUBREAPER, 1) == 0;
+        if (known)
+            prctl(PR_SET_CHILD_SUBREAPER, 0);
+    }
+    return known;
+}
+
+ssize_t procs_mark_container(struct procs *ps, pid_t self)
+{
+    ssize_t n = 0;
+    procs_mark_tree(ps, 1);
+    struct proc *me = find(ps, self), *keeper = me ? find(ps, me->ppid) : NULL, *hub = keeper ? find(ps, keeper->ppid) : NULL;
+    if (!hub || hub->ppid != 1)
+        return -1;
+    for (size_t i = 0; i < ps->n; i++) {
+        struct proc *p = &ps->p[i];
+        p->in = p->in && p->pid != 1 && p != me && p != hub && p->ppid != hub->pid;
+        n += p->in;
+    }
+    return n;
+}
+
 size_t procs_mark_tree(struct procs *ps, pid_t root)
 {
     size_t n = 0;
-    bool more = true;
+    bool more = true, strays = root != 1 && !procs_subreaper();
     if (ps->n)
         qsort(ps->p, ps->n, sizeof *ps->p, by_pid);
     struct proc *r = find(ps, root);
@@ -96,7 +125,7 @@ size_t procs_mark_tree(struct procs *ps, pid_t root)
         more = false;
         for (size_t i = 0; i < ps->n; i++) {
             struct proc *p = &ps->p[i], *parent;
-            if (p->in || !(parent = find(ps, p->ppid)) || !parent->in)
+            if (p->in || ((!(parent = find(ps, p->ppid)) || !parent->in) && !(strays && p->ppid == 1 && p->session == root)))
                 continue;
             p->in = more = true;
             n++;
@@ -107,14 +136,7 @@ size_t procs_mark_tree(struct procs *ps, pid_t root)
 
 pid_t procs_number(struct keeper *k, int pidfd, pid_t inside)
 {
-    char path[64], text[512];
-    if (!k->foreign_proc)
-        return inside;
-    path_join(path, sizeof path, "/proc/self/fdinfo/%d", pidfd);
-    if (read_file_at(AT_FDCWD, path, text, sizeof text) <= 0)
-        return -1;
-    char *s = strstr(text, "\nPid:");
-    return s ? (pid_t)strtol(s + 5, NULL, 10) : -1;
+    return k->foreign_proc ? pidfd_number(pidfd) : inside;
 }
 
 int procs_signal(int dir, pid_t pid, int sig)
@@ -124,7 +146,7 @@ int procs_signal(int dir, pid_t pid, int sig)
     int fd = openat(dir, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
         return -1;
-    int r = k_pidfd_signal(fd, sig);
+    int r = pidfd_kill(fd, sig);
     int no = errno;
     close(fd);
     errno = no;
@@ -140,7 +162,7 @@ void tree_kill(struct chan *c)
     struct procs ps = {0}, seen = {0};
     int dir = procs_dir(c->k);
     pid_t root = procs_number(c->k, c->pidfd, c->pid);
-    k_pidfd_signal(c->pidfd, SIGSTOP);
+    pidfd_kill(c->pidfd, SIGSTOP);
     for (int round = 0; dir >= 0 && round < STOP_ROUNDS; round++) {
         size_t new = 0;
         if (procs_read(dir, &ps) < 0 || !procs_mark_tree(&ps, root))
@@ -172,7 +194,7 @@ void tree_kill(struct chan *c)
         if (!live)
             break;
     }
-    k_pidfd_signal(c->pidfd, SIGKILL);
+    pidfd_kill(c->pidfd, SIGKILL);
     /* a killed process still needs a processor to die on */
     pid_t *q = seen.n ? realloc(c->dying, seen.n * sizeof *q) : NULL;
     if (q) {
@@ -210,7 +232,7 @@ void tree_signal(struct chan *c, int sig)
     int dir = procs_dir(c->k);
     pid_t root = procs_number(c->k, c->pidfd, c->pid);
     bool listed = dir >= 0 && procs_read(dir, &ps) == 0 && procs_mark_tree(&ps, root);
-    k_pidfd_signal(c->pidfd, sig); /* first: a shell should not see its children die of it and end in another way */
+    pidfd_kill(c->pidfd, sig); /* first: a shell should not see its children die of it and end in another way */
     for (size_t i = 0; listed && i < ps.n; i++)
         if (ps.p[i].in && ps.p[i].pid != root)
             procs_signal(dir, ps.p[i].pid, sig);

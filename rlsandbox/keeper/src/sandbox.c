@@ -13,6 +13,7 @@
 
 #include "limits.h"
 #include "pause.h"
+#include "procs.h"
 #include "sys.h"
 #include "stack.h"
 #include "standby.h"
@@ -117,6 +118,7 @@ static int answer_hub(struct keeper *k, int hub, const struct err *e)
         r = put_u32(&b, TAG_ERRNO, (uint32_t)e->no) < 0 || put_str(&b, TAG_WHAT, e->what) < 0;
     else {
         r = put_fmt(&k->facts, TAG_FACT, "proc=%s", k->foreign_proc ? "foreign" : "own") < 0 ||
+            (k->set.bare && put_fmt(&k->facts, TAG_FACT, "trees=%s", procs_subreaper() ? "whole" : "session") < 0) ||
             put_fmt(&k->facts, TAG_FACT, "reset_mode=%s", k->set.mode) < 0 || put_str(&b, TAG_MODE, k->set.mode) < 0 ||
             buf_add(&b, k->facts.p, k->facts.len) < 0;
     }

@@ -7,6 +7,7 @@
 #include <signal.h>
 #include <sys/socket.h>
 
+#include "pidfd.h"
 #include "procs.h"
 #include "sys.h"
 
@@ -65,7 +66,7 @@ bool standby_take(struct chan *c, const struct ereq *r)
     struct keeper *k = c->k;
     if (!k->standby.pid || k->pause.how) /* it stands still as well */
         return false;
-    k_pidfd_signal(k->standby.pidfd, SIGCONT); /* the episode may have stopped whatever it saw */
+    pidfd_kill(k->standby.pidfd, SIGCONT); /* the episode may have stopped whatever it saw */
     if (msg_send(k->standby.sock, r->data, r->len, r->fds, r->nfds) < 0) {
         standby_drop(k);
         return false;

@@ -71,7 +71,7 @@ static inline int k_open_in(int dir, const char *path, uint64_t flags, uint64_t 
 
 static inline int k_close_range(unsigned from, unsigned to)
 {
-    return (int)syscall(close_range_nr, from, to, 0);
+    return (int)syscall(close_range_nr, from, to > 0x7fffffff ? 0x7fffffff : to, 0); /* an old gVisor takes the last one as signed */
 }
 
 static inline int k_pidfd_open(pid_t pid)

@@ -9,6 +9,7 @@
 #include <sys/prctl.h>
 #include <sys/wait.h>
 
+#include "pidfd.h"
 #include "sys.h"
 
 void helpers_reap(struct keeper *k)
@@ -83,7 +84,7 @@ void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *))
     fd_close(&result[1]);
     c->forked = true;
     c->pid = pid;
-    c->pidfd = k_pidfd_open(pid);
+    c->pidfd = pidfd_of(pid);
     set_nonblock(out[0]);
     set_nonblock(result[0]);
     if (wants_in)

@@ -13,6 +13,7 @@
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
+#include "worker.h"
 
 static int self_copy(int self)
 {
@@ -90,9 +91,51 @@ int zygote_start(struct hub *h, struct err *e)
     return 0;
 }
 
+static void defaults(void)
+{
+    sigset_t none;
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    for (int s = 1; s < 65; s++)
+        if (s != SIGKILL && s != SIGSTOP)
+            signal(s, SIG_DFL);
+}
+
+/* 0, 1 and 2 are never something else */
+static void nulls(void)
+{
+    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;)
+        if (fd > 2) {
+            close(fd);
+            break;
+        }
+}
+
+/* Where CLONE_PARENT is not known (an old gVisor, which has no pidfds either): a keeper is a child of the hub or nobody's. */
+static pid_t fork_here(int keeper_sock, int stream, struct err *e)
+{
+    pid_t p = fork();
+    if (p == 0) {
+        int fds[2] = {fcntl(keeper_sock, F_DUPFD_CLOEXEC, 3), fcntl(stream, F_DUPFD_CLOEXEC, 3)};
+        if (fds[0] < 0 || fds[1] < 0)
+            _exit(1);
+        defaults();
+        helper_keep(fds, 2);
+        k_close_range(0, 2);
+        nulls();
+        _exit(sandbox_main(fds[0], fds[1]));
+    }
+    return p < 0 ? fail(e, errno, "fork a keeper") : p;
+}
+
 int bare_start(struct hub *h, struct err *e)
 {
-    int sv[2];
+    int sv[2], self = k_pidfd_open(getpid());
+    if (self < 0 && errno == ENOSYS) {
+        h->bare = -1;
+        return 0;
+    }
+    fd_close(&self);
     if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
         return fail(e, errno, "make a socket pair");
     h->bare_pid = fork();
@@ -109,6 +152,8 @@ pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e)
     int fds[2] = {keeper_sock, stream};
     int32_t answer[2];
     size_t none = 0;
+    if (zygote < 0)
+        return fork_here(keeper_sock, stream, e);
     if (msg_send(zygote, "f", 1, fds, 2) < 0 || msg_recv(zygote, answer, sizeof answer, NULL, &none) != sizeof answer)
         return fail(e, errno, "ask the zygote for a keeper");
     if (answer[0] <= 0)
@@ -121,21 +166,12 @@ int zygote_main(int sock)
     prctl(PR_SET_PDEATHSIG, SIGKILL);
     prctl(PR_SET_DUMPABLE, 0);
     prctl(PR_SET_NAME, "rls-zygote");
-    sigset_t none;
-    sigemptyset(&none);
-    sigprocmask(SIG_SETMASK, &none, NULL);
-    for (int s = 1; s < 65; s++)
-        if (s != SIGKILL && s != SIGSTOP)
-            signal(s, SIG_DFL);
+    defaults();
     /* nothing that was open before belongs here */
     if (!SANITIZED && sock > 0)
         k_close_range(0, (unsigned)sock - 1);
     k_close_range((unsigned)sock + 1, ~0u);
-    for (int fd; (fd = open("/dev/null", O_RDWR)) >= 0;) /* 0, 1 and 2 are never something else */
-        if (fd > 2) {
-            close(fd);
-            break;
-        }
+    nulls();
     fcntl(sock, F_SETFD, FD_CLOEXEC);
     for (;;) {
         char c;
