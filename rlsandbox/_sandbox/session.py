@@ -3,13 +3,17 @@ r"""A shell that keeps its state from command to command.
 How it is told what to do: its stdin is a pipe from us and holds, for each command, two lines::
 
     \command eval '<the command>' 0</dev/null 9>&-
-    \command printf '\n%s %s\n' <nonce> "$?" >&9
+    \command printf '\n%s %s %s\n' <nonce> "$?" "$-" >&9
 
 and descriptor 9 is a pipe to us. The command itself never has either of them (its own 0 is /dev/null or what
 it was given, 9 is closed), and while it runs the nonce lies unread in the pipe: nothing that it prints, to
 whichever descriptor, is an answer. ``command`` keeps a syntax error from ending the shell; the backslashes
 keep aliases out. The keeper sends an answer only after the output that was in the pipes before it, so output
 is whole when the answer is here.
+
+While ``set -x`` is on, the errors of our lines go to 9 too, which takes braces around them, and the tracing
+begins with the command. Only then: bash 5.2, whose heap a command with an open ``$(`` has corrupted, dies of
+braces more often. (They follow an empty line since bash knows no ``{`` right after bad syntax.)
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
 from collections.abc import Mapping
 from types import TracebackType
@@ -37,6 +42,7 @@ SHELLS = ("sh", "dash", "bash", "ash", "ksh", "mksh")
 CLOSE_GRACE_S = 2.0
 _BETWEEN = 64 << 10  # bytes kept of what background jobs print between two commands
 _ANSWER = 4096
+_TRACES = re.compile(rb"\bset\b[^\n]*x|xtrace")  # may turn ``set -x`` on
 
 
 class AsyncSession(Live):
@@ -49,6 +55,7 @@ class AsyncSession(Live):
         self._collector = Collector(_BETWEEN)
         self._answer = b""
         self._nonce = b""
+        self._traced = False  # ``set -x`` is on
         self._waiter: asyncio.Future[int | None] | None = None
         self._died = ""
         self._closed = False
@@ -124,8 +131,14 @@ class AsyncSession(Live):
         between.replay(self._collector)
         self._nonce = secrets.token_hex(16).encode()
         self._waiter = waiter = loop.create_future()
-        lines = (b"\\command eval ", _quoted(script), b" 0<", source, b" 9>&-\n")
-        answer = b"\\command printf '\\n%s %s\\n' " + self._nonce + b' "$?" >&9\n'
+        before = b""
+        answer = b"\\command printf '\\n%s %s %s\\n' " + self._nonce + b' "$?" "$-" >&9\n'
+        if self._traced or _TRACES.search(script):
+            answer = b"\n{ " + answer.rstrip() + b"; } 2>&9\n"
+        if self._traced:
+            before = b"\n{ \\command set +x; } 2>&9\n"
+            script = b"\\command set -x\n" + script
+        lines = (before, b"\\command eval ", _quoted(script), b" 0<", source, b" 9>&-\n")
         self._channel.feed(STDIN, b"".join(lines) + answer)
         timer = None
         if timeout is not None:
@@ -212,8 +225,9 @@ class AsyncSession(Live):
         at = self._answer.find(mark) if self._nonce else -1
         stop = self._answer.find(b"\n", at + len(mark)) if at >= 0 else -1
         if stop >= 0:
-            status = self._answer[at + len(mark) : stop]
+            status, _, options = self._answer[at + len(mark) : stop].partition(b" ")
             self._answer, self._nonce = b"", b""
+            self._traced = b"x" in options
             if waiter is not None and not waiter.done() and status.isdigit():
                 waiter.set_result(int(status))
         elif at < 0 and len(self._answer) > _ANSWER:

@@ -123,6 +123,25 @@ class Sessions(Fixtures):
             assert sh.run("IFS=x; set -f; set -- a b c; PATH=/nowhere", timeout=LONG).exit_code == 0
             assert sh.run("(exit 7)", timeout=LONG).exit_code == 7
 
+    def test_session_traces_only_what_it_was_given(self, sandbox: Sandbox, shell: str) -> None:
+        with sandbox.session(shell=shell) as sh:
+            assert sh.run("set -x").text == ""
+            for number in range(3):
+                r = sh.run(f"cd /usr; (exit {number})")
+                assert (r.exit_code, r.stdout) == (number, "")
+                assert [line.lstrip("+") for line in r.stderr.splitlines()] == [" cd /usr", f" exit {number}"]
+            assert sh.run("if (").exit_code != 0
+            assert "x" in sh.run("pwd; echo $-").stdout.splitlines()[1]
+            assert sh.run("cat", stdin="1\n").stdout == "1\n"
+            r = sh.run("set +x")
+            assert r.stderr.lstrip("+") == " set +x\n"
+            r = sh.run("pwd; echo on >&2")
+            assert (r.stdout, r.stderr) == ("/usr\n", "on\n")
+            assert sh.run("exec 2>/tmp/errors; set -x").text == ""  # wherever the shell has put its errors
+            assert sh.run("true").text == ""
+            r = sh.run("cat /tmp/errors")
+            assert [line.lstrip("+") for line in r.stdout.splitlines()] == [" true", " cat /tmp/errors"]
+
     def test_session_output_is_whole(self, sandbox: Sandbox, shell: str) -> None:
         with sandbox.session(shell=shell) as sh:
             for n in (1, 1000, 70_000, 300_000, 3_000_000):
