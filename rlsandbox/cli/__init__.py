@@ -3,7 +3,8 @@
 Commands are loaded when they are called, so that ``--help`` and errors come at once. A command lives in a
 module that has a ``click`` command (or group) named ``command``; :data:`COMMANDS` says where. What it returns
 is the exit status: 0 fine; 1 something failed (rollouts, a gate, the place); 2 what was asked for is wrong;
-130 interrupted. An error is one line on stderr; ``--debug`` adds the traceback.
+130, 143 or 129 ended by SIGINT (Ctrl-C), SIGTERM or SIGHUP. An error is one line on stderr; ``--debug`` adds
+the traceback.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
-    from .main import run_main
+    from .signals import Stop, ended_by_signals
 
-    return run_main(argv)
+    stop = Stop()
+    try:
+        with ended_by_signals(stop, whole=argv is None):
+            from .main import run_main
+
+            return run_main(argv)
+    except KeyboardInterrupt:
+        return stop.tell(argv)

@@ -9,6 +9,7 @@ import click
 from ..backends.registry import backend_class
 from ..errors import UnsupportedError
 from .common import console, json_option, print_json
+from .signals import run_async
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
@@ -48,14 +49,14 @@ def _diagnose(
     backend: str, context: str | None, namespace: str | None, runtime_class: str | None, trial: str | None
 ) -> Any:
     if backend == "local":
-        from ..backends.local.doctor import diagnose
+        from ..backends.local.doctor import examine
 
-        return diagnose()
+        return run_async(examine())
     if backend != "kubernetes":
         raise UnsupportedError(
             f"doctor does not know backend {backend!r}", hint="it knows: local, kubernetes"
         )
     backend_class("kubernetes")  # a clear word where its extra is not installed
-    from ..backends.kubernetes.doctor import diagnose as look
+    from ..backends.kubernetes.doctor import examine as look
 
-    return look(context=context, namespace=namespace, runtime_class=runtime_class, trial=trial)
+    return run_async(look(context=context, namespace=namespace, runtime_class=runtime_class, trial=trial))

@@ -20,11 +20,19 @@ import click
 from .. import cli
 from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
 
-INTERRUPTED = 130
+
+class _Interrupted(BaseException):
+    """A KeyboardInterrupt on its way past click, which has words of its own for it."""
 
 
 class Commands(click.Group):
     """Imports a command's module when the command is asked for."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [name for name, (module, _) in cli.COMMANDS.items() if _is_there(module)]
@@ -151,9 +159,12 @@ def _run(arguments: list[str], logs: _Logs) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         print(error.format_message())
         return 2
-    except (click.Abort, KeyboardInterrupt):
-        print("rlsandbox: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except _Interrupted:
+        raise KeyboardInterrupt from None
+    except click.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from None
+        return _tell(error, "nothing was done: the question had no answer", 1, arguments)
     except click.ClickException as error:
         where = getattr(error, "ctx", None)
         return _tell(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from ..errors import ConfigError
 from ..spec import Spec, parse_size
 from ..tasks import load_tasks
 from .common import console, json_option, print_json, with_config, writable_file
+from .signals import run_async
 
 if TYPE_CHECKING:
     from ..images import Demand, Image, Inventory, Plan
@@ -80,7 +80,7 @@ def command(tasks: str | None, source: str | None, carry_out: bool, out: str | N
     if not how["timeout"] > 0 or (how["unpack"] is not None and not how["unpack"] >= 1):
         raise ConfigError("--timeout must be above 0, and --unpack at least 1")
     target = writable_file(out, "--out")
-    return asyncio.run(_run(tasks, source, carry_out, target, how))
+    return run_async(_run(tasks, source, carry_out, target, how))
 
 
 async def _run(

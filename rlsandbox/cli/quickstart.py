@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .common import console, json_option, pool_arguments, pool_options, print_json
+from .signals import on_record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,6 +36,7 @@ def command(as_json: bool, **options: Any) -> int:
     tell = _Teller(out)
     started = time.monotonic()
     with rlsandbox.Pool(**arguments) as pool:
+        on_record(pool)
         tell.step(f"A pool of {pool.size} sandboxes on backend {config.backend.name!r}.")
         _one(pool, tasks[0], tell)
         return _all(pool, tasks, tell, as_json=as_json, started=started)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 
@@ -11,6 +10,7 @@ import click
 from ..backends.registry import backend_class
 from ..errors import ConfigError, UnsupportedError
 from .common import console, json_option, print_json
+from .signals import run_async
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -35,7 +35,7 @@ def command(
     """Remove what dead runs have left: directories, control groups, claims. Live runs are never touched."""
     if backend == "kubernetes":
         limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
-        return asyncio.run(_cluster(limit, dry_run, yes, context, namespace, as_json))
+        return run_async(_cluster(limit, dry_run, yes, context, namespace, as_json))
     if backend != "local":
         raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local, kubernetes")
     from ..backends.local.ids import detect
@@ -51,7 +51,7 @@ def command(
     if found and not dry_run:
         if not yes and not click.confirm(f"Remove {len(found)}?", err=True):
             return 1
-        gone, left = asyncio.run(reap(detect(), older_s=limit))
+        gone, left = run_async(reap(detect(), older_s=limit))
         removed, kept = [item.run for item in gone], [item.run for item in left]
     if as_json:
         print_json({"found": rows, "removed": removed, "kept": kept, "dry_run": dry_run})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import inspect
@@ -17,6 +16,7 @@ from ..task import Task
 from .common import console, json_option, pool_arguments, pool_options, print_json, with_image, writable_file
 from .main import bad_input
 from .policy import find_policy
+from .signals import on_record, run_async
 
 if TYPE_CHECKING:
     from ..ledger.report import Report
@@ -117,8 +117,9 @@ def _run(
     call = getattr(policy, "__call__", None)  # noqa: B004 (an object with an async __call__)
     if inspect.iscoroutinefunction(policy) or inspect.iscoroutinefunction(call):
 
-        async def run_async() -> tuple[Report, dict[str, Any]]:
+        async def awaited() -> tuple[Report, dict[str, Any]]:
             async with rlsandbox.AsyncPool(**arguments) as pool:
+                on_record(pool)
                 if warm:
                     pool.expect(tasks[: pool.size])
                     with _as_it_was_said():
@@ -127,8 +128,9 @@ def _run(
                 report = await pool.run_rollouts(tasks, policy, **plan)
                 return report, _facts(pool)
 
-        return asyncio.run(run_async())
+        return run_async(awaited())
     with rlsandbox.Pool(**arguments) as pool:
+        on_record(pool)
         if warm:
             pool.expect(tasks[: pool.size])
             with _as_it_was_said():

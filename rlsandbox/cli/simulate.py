@@ -13,6 +13,7 @@ import click
 
 from ..errors import ConfigError
 from .common import console, json_option, print_json
+from .signals import run_async
 
 if TYPE_CHECKING:
     from ..pool.simulation import Simulation
@@ -66,9 +67,8 @@ def command(
     work = Workload(specs=images, siblings=group_size, think=think, ahead=ahead)
     began = time.monotonic()
     with _quiet():
-        result = VirtualClock().run(
-            simulate(backend, config, work, deadlines=Deadlines(dispose=20.0), seed=seed)
-        )
+        simulation = simulate(backend, config, work, deadlines=Deadlines(dispose=20.0), seed=seed)
+        result = run_async(simulation, VirtualClock().run)
     took = time.monotonic() - began
     failed = int(result.missing > 0)
     if as_json:

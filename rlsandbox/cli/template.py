@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from importlib import resources
 from typing import Any
@@ -14,6 +13,7 @@ from ..errors import ConfigError
 from ..spec import Spec
 from .common import json_option, print_json
 from .reap import parse_duration
+from .signals import run_async
 
 
 @click.group()
@@ -64,7 +64,7 @@ def show(
 def check(name: str, context: str | None, namespace: str | None, as_json: bool) -> int:
     """Whether SandboxTemplate NAME can be used with Kubernetes(template=...). Exit status 1: it cannot."""
     _extra()
-    found = asyncio.run(_check(name, context, namespace))
+    found = run_async(_check(name, context, namespace))
     if as_json:
         print_json({"template": name, "ok": not found, "problems": found})
     else:

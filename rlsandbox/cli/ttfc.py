@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import datetime
 import json
 import re
@@ -15,6 +14,7 @@ from ..backends.registry import backend_class, backend_names
 from ..errors import ConfigError
 from ..spec import Spec
 from .common import console, json_option, print_json, writable_file
+from .signals import run_async
 
 if TYPE_CHECKING:
     from ..bench.ttfc import Bench, Plan, TtfcReport
@@ -152,8 +152,8 @@ def _run(bench: Bench, plan: Plan, backend: str, progress: Any) -> TtfcReport:
     if backend == "simulated":
         from ..testing import VirtualClock
 
-        return VirtualClock().run(run)
-    return asyncio.run(run)
+        return run_async(run, VirtualClock().run)
+    return run_async(run)
 
 
 def _print(report: TtfcReport) -> None:

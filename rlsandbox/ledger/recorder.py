@@ -13,6 +13,7 @@ import itertools
 import logging
 import math
 import os
+import threading
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -47,6 +48,7 @@ class Ledger:
         self._store = store
         self._lock = held
         self._open: dict[str, Entry] = {}
+        self._ending = threading.RLock()
         self._batches = itertools.count(1 + sum(p.source == str(store.path) for p in book.processes))
         self._next: dict[str, int] = {}
         _ledgers.add(self)
@@ -214,11 +216,12 @@ class Ledger:
         """End what is open as cancelled and close the file; takes about *timeout* at most. Twice is fine."""
         if self._store.foreign:
             return
-        if not self._store.closed:
-            self.cancel_open()
-            self._store.append("close", None, {"pid": os.getpid()})
-        self._store.close(timeout)
-        self._lock.release()
+        with self._ending:
+            if not self._store.closed:
+                self.cancel_open()
+                self._store.append("close", None, {"pid": os.getpid()})
+            self._store.close(timeout)
+            self._lock.release()
 
     def cancel_open(self) -> None:
         """End what is open as cancelled: the pool is closed, nobody drives it any more."""

@@ -82,6 +82,7 @@ class Store:
         self._queue: deque[Row] = deque()
         self._waiters: list[tuple[int, Tell]] = []
         self._committed = self._last = 0
+        self._ending = threading.RLock()
         self._closing_at: float | None = None
         self._closed = False
         self._trouble: str | None = None
@@ -181,8 +182,11 @@ class Store:
 
     def close(self, timeout: float = 5.0) -> None:
         """Write what is left, trying for *timeout* seconds; then put it elsewhere. Twice is fine."""
-        if self.foreign:
-            return
+        if not self.foreign:
+            with self._ending:  # what two threads both found unwritten would be put elsewhere twice
+                self._close(timeout)
+
+    def _close(self, timeout: float) -> None:
         with self._cv:
             if self._closed:
                 return

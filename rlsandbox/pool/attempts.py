@@ -213,6 +213,7 @@ class Chain:
             self.plan.policy,
             self.task,
             self.entry.id,
+            pool=self.pool,
             take_away=lambda: self._release(sandbox, discard=True),
             shut_out=lambda: cut == "wall" and self._to_grade(sandbox),
         )

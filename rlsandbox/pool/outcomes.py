@@ -67,7 +67,10 @@ class Outcomes(Book):
             trips = room.breaker.trips
             room.breaker.failed(self.now, cause)
             self.counters.breaker_trips += room.breaker.trips - trips
-            self.note("provision_failed", member, cause.message)
+            if self.closing:  # it was given up: no fault of the place
+                self.note("lost", member, f"closing: {cause.message}")
+            else:
+                self.note("provision_failed", member, cause.message)
             self.retry(room.breaker.retry_at, "s" + room.digest)
             if gave_up and self.last_made < member.made_from:
                 self._looks_full()

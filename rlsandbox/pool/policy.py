@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from .._loops import outside
 from ..task import Task
+from .closing import pool_of_policy
 
 if TYPE_CHECKING:
     from ..sandbox import AsyncSnapshot
@@ -98,6 +99,7 @@ class Call:
     """One call of a policy.
 
     Args:
+        pool: the pool that runs it, which it cannot close.
         take_away: ends the sandbox under the policy, so that whatever it does there raises.
         shut_out: whether what follows a cut (grading) shuts the policy out by itself.
     """
@@ -108,12 +110,14 @@ class Call:
         task: Task,
         name: str,
         *,
+        pool: object = None,
         take_away: Callable[[], Awaitable[None]],
         shut_out: Callable[[], bool],
     ) -> None:
         self._policy = policy
         self._task = task
         self._name = name
+        self._pool = pool
         self._take_away = take_away
         self._shut_out = shut_out
 
@@ -129,7 +133,8 @@ class Call:
             except BaseException as error:
                 ended.error = error
 
-        policy = asyncio.create_task(guarded(), name=f"policy {self._name}")
+        context = self._context()
+        policy = asyncio.create_task(guarded(), name=f"policy {self._name}", context=context)
         _running.add(policy)
         policy.add_done_callback(_running.discard)
         policy.add_done_callback(lambda _: ended.done.set())
@@ -149,6 +154,12 @@ class Call:
                 await self._last_grace(ended)
             raise
         return ended
+
+    def _context(self) -> contextvars.Context:
+        """The policy's own, in which it can be told from whoever may close the pool."""
+        context = contextvars.copy_context()
+        context.run(pool_of_policy.set, self._pool)
+        return context
 
     async def _last_grace(self, ended: Ended) -> None:
         if not await ended.settled():
@@ -176,7 +187,7 @@ class Call:
             ended.value, ended.error = value, error
             ended.done.set()
 
-        context = contextvars.copy_context()
+        context = self._context()
         thread = threading.Thread(target=context.run, args=(main,), name=f"policy {self._name}", daemon=True)
         thread.start()
         waiting = asyncio.ensure_future(ended.done.wait())

@@ -27,6 +27,7 @@ from ..spec import Spec
 from ..task import Task
 from . import settings
 from .claiming import Claiming
+from .closing import refuse_inside_policy, seen_through
 from .core import Core
 from .driver import Deadlines, Driver
 from .lending import Lender
@@ -141,6 +142,8 @@ class AsyncPool(Claiming):
     @property
     def max_size(self) -> int:
         return self._numbers.max_size
+
+    _ending: asyncio.Task[None] | None = None
 
     deadlines = Deadlines()
     """Seconds that operations may take; set it before the pool is started."""
@@ -401,7 +404,8 @@ class AsyncPool(Claiming):
         Args:
             timeout: seconds; what is not gone by then is left to ``rlsandbox reap``, and a warning says so.
         """
-        if self.closed or os.getpid() != self._pid:
+        refuse_inside_policy(self)
+        if os.getpid() != self._pid or (self.closed and (self._ending is None or self._ending.done())):
             return
         await self.end(timeout)
         try:
@@ -410,15 +414,20 @@ class AsyncPool(Claiming):
             self.ledger.close()
 
     async def end(self, timeout: float | None = CLOSE_S) -> None:
-        """:meth:`close` but for the ledger."""
-        from .rollouts import stop_batches
-
+        """:meth:`close` but for the ledger; for all who close it at once, and seen through."""
         if self._driver is not None and not self._driver.is_here():
             self.closed = True  # nothing can be awaited that belongs to another loop
             log.warning("the event loop of pool %s has ended before it; its sandboxes end with it", self.run)
             for exporter in self._exporters:
                 exporter.close()
             return
+        if self._ending is None:
+            self._ending = asyncio.get_running_loop().create_task(self._end(timeout), name="rlsandbox-close")
+        await seen_through(self._ending)
+
+    async def _end(self, timeout: float | None) -> None:
+        from .rollouts import stop_batches
+
         await stop_batches(self)
         self.closed = True
         if self._owner is not None:

@@ -26,7 +26,7 @@ from .ahead import Need
 from .borrowing import Borrower
 from .channel import Channel, ChannelClosedError, ask_blocking
 from .owner import CLOSING, PoolRef, plain
-from .pool import CLOSE_S, AsyncPool
+from .pool import AsyncPool
 
 if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
@@ -56,6 +56,7 @@ class RemotePool(AsyncPool):
         self.metrics = Metrics(run=ref.run)
         self._pid = os.getpid()
         self._starting = None
+        self._driver = None
         self._exporters = []
         self._channel: Channel | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -263,7 +264,7 @@ class RemotePool(AsyncPool):
     def _gauges(self) -> Mapping[str, float]:
         return {}
 
-    async def end(self, timeout: float | None = CLOSE_S) -> None:
+    async def _end(self, timeout: float | None) -> None:
         from .rollouts import stop_batches
 
         await stop_batches(self)

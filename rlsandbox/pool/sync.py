@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from .._mirror import mirrors
 from .._portal import Portal
 from .._sandbox.host import Live
+from ..errors import PoolClosedError
 from ..results import Record
 from ..task import Task
 from .ahead import AsyncClaim
+from .closing import refuse_inside_policy
 from .pool import CLOSE_S, AsyncPool
 
 if TYPE_CHECKING:
@@ -223,6 +225,7 @@ class Pool:
 
     def close(self, timeout: float | None = CLOSE_S) -> None:
         """See :meth:`AsyncPool.close`."""
+        refuse_inside_policy(self._pool)
         if os.getpid() == self._pid:
             _close(self._pool, self._portal, timeout)
 
@@ -290,6 +293,9 @@ def _close(pool: AsyncPool, portal: Portal, timeout: float | None) -> None:
     _open.pop(id(pool), None)
     try:
         portal.call(pool.end, timeout)
+    except PoolClosedError:
+        if not portal.closed:  # else another thread has closed it at the same time
+            raise
     finally:
         try:
             pool.ledger.close()
@@ -324,6 +330,7 @@ def _chain_signals() -> None:
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     # The main thread may hold any lock: another one closes, and then the signal does what it would have done.
+    # It waits here meanwhile, within bounds: else it would go on with pools that are closed, and fail.
     signal.signal(number, signal.SIG_DFL)
     pid = os.getpid()
 
@@ -331,7 +338,9 @@ def _terminate(number: int, frame: FrameType | None) -> None:
         close_all()
         os.kill(pid, number)
 
-    threading.Thread(target=end, name="rlsandbox-terminate").start()
+    closing = threading.Thread(target=end, name="rlsandbox-terminate")
+    closing.start()
+    closing.join(AT_EXIT_S)
 
 
 __all__ = ["Claim", "Pool", "close_all"]

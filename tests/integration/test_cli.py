@@ -1,13 +1,11 @@
-"""The command line with real sandboxes, as processes: statuses, tables, JSON, plots, Ctrl-C."""
+"""The command line with real sandboxes, as processes: statuses, tables, JSON, plots."""
 
 from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -123,41 +121,6 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path, argv: list[str], said: 
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_ctrl_c_closes_and_ends_with_130(tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "def fn(sandbox, task):\n    print('in', flush=True)\n    sandbox.run('sleep 300.125')\n"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-m", "rlsandbox", "run", "--policy", "slow:fn", "--limit", "2", "--run", "stopped"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(tmp_path),
-    )  # fmt: skip
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline().startswith("in")  # two threads print
-        child.send_signal(signal.SIGINT)
-        _, err = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert child.returncode == 130, err
-    assert "Traceback" not in err
-    deadline = time.monotonic() + 10
-    while b"sleep\x00300.125" in processes() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert b"sleep\x00300.125" not in processes()
-    shown = rlsandbox(tmp_path, "ledger", "report", "stopped", "--json")
-    assert shown.returncode in (0, 1), shown.stderr
-
-
-def processes() -> bytes:
-    found = b""
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found += path.read_bytes()
-        except OSError:
-            continue
-    return found
 
 
 def test_the_demo_needs_no_git_no_pytest_and_no_python_on_the_path(tmp_path: Path) -> None:

@@ -44,13 +44,11 @@ _LEVELS = {
 }
 
 
-def diagnose(**how: Any) -> Diagnosis:
-    """For callers without an event loop; *how*: as :meth:`Api.connect` takes it, and ``runtime_class``."""
-    return asyncio.run(examine(**how))
-
-
 async def examine(*, runtime_class: str | None = None, trial: str | None = None, **how: Any) -> Diagnosis:
-    """*trial*: an image; three short pods of it show whether network policies are enforced."""
+    """Look at the cluster. *how*: as :meth:`Api.connect` takes it.
+
+    *trial*: an image; three short pods of it show whether network policies are enforced.
+    """
     try:
         api = await Api.connect(**how)
     except SandboxError as error:

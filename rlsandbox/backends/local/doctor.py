@@ -25,11 +25,6 @@ from .backend import Local
 from .surroundings import surroundings
 
 
-def diagnose() -> Diagnosis:
-    """Look at this machine; for callers without an event loop."""
-    return asyncio.run(examine())
-
-
 async def examine() -> Diagnosis:
     """Look at this machine."""
     rows = [_system(), *await asyncio.to_thread(_keeper)]

@@ -113,7 +113,7 @@ def test_bad_input_is_one_line_and_status_2(cli: Cli, argv: list[str], said: str
         (SandboxError("two\nlines"), 1),
         (RuntimeError("a bug"), 1),
         (KeyboardInterrupt(), 130),
-        (click.Abort(), 130),
+        (click.Abort(), 1),
     ],
 )
 def test_errors_become_statuses(cli: Cli, fake: types.ModuleType, error: BaseException, status: int) -> None:

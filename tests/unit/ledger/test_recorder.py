@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -319,6 +320,32 @@ def test_a_reader_without_write_permission(tmp_path: Path) -> None:
         assert len(reading.read([disk / "run.db"]).open()) == 1
         (found,) = reconcile([disk / "run.db"], dry_run=True)
         assert found.requested == 1
+
+
+def test_many_close_at_once(tmp_path: Path) -> None:
+    """What the last of them adds when the writer has ended is no record that could not be written."""
+    errors: list[BaseException] = []
+    for n in range(20):
+        ledger = Ledger.open(f"run{n}", tmp_path)
+        ledger.request(TASK, batch=ledger.new_batch())
+        together = threading.Barrier(8)
+
+        def close(ledger: Ledger = ledger, together: threading.Barrier = together) -> None:
+            try:
+                together.wait(60)
+                ledger.close()
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=close) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert errors == []
+        kinds = [event.kind for event in reading.events_of(ledger.path)]
+        assert (kinds.count("end"), kinds.count("close")) == (1, 1)
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_what_is_no_ledger(tmp_path: Path) -> None:
