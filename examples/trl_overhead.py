@@ -15,14 +15,13 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import random
 import sys
 import tempfile
 import time
 from typing import Any
 
-import numpy as np
 import trl_grpo as example
+from overhead import Order, Step, tell
 from rlsandbox_trl import SandboxCallback, leave_out_missing, parallel_tools
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -30,7 +29,6 @@ from trl import GRPOConfig, GRPOTrainer
 import rlsandbox as rls
 
 LENGTH = 64
-LIMIT = 0.03
 
 
 class Fixed(example.Bytes):
@@ -83,18 +81,16 @@ class Turns(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, trainer: Any, numbers: Numbers, warm_up: int) -> None:
         self.trainer, self.numbers, self.warm_up = trainer, numbers, warm_up
-        self.found: list[tuple[bool, float, float]] = []
+        self.found: list[Step] = []
         self.wrapped = True
-        self.random = random.Random(0)
+        self.order = Order()
         self.began: tuple[float, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         wall, cpu = time.perf_counter(), time.process_time()
         if self.began is not None and state.global_step > self.warm_up:
             self.found.append((self.wrapped, wall - self.began[0], cpu - self.began[1]))
-        # By pairs, in an order that is drawn: neither what drifts nor what comes round has to do with it.
-        second = state.global_step % 2 == 1
-        wanted = not self.wrapped if second else self.random.random() < 0.5
+        wanted = self.order.next(state.global_step)
         attached = self.trainer._rlsandbox_attached
         if wanted != self.wrapped:
             if wanted:
@@ -105,8 +101,7 @@ class Turns(TrainerCallback):  # type: ignore[misc]
         self.began = time.perf_counter(), time.process_time()
 
 
-def measure(steps: int, batch: int, warm_up: int = 8) -> list[tuple[bool, float, float]]:
-    """(wrapped, wall, CPU) of each step."""
+def measure(steps: int, batch: int, warm_up: int = 8) -> list[Step]:
     words = example.tokenizer()
     words.__class__ = Fixed
     prompt = [{"role": "user", "content": "Write letters."}]
@@ -137,35 +132,13 @@ def measure(steps: int, batch: int, warm_up: int = 8) -> list[tuple[bool, float,
     return turns.found
 
 
-def interval(values: Any, draws: int = 10_000) -> tuple[float, float]:
-    """95 % confidence interval of the median, by bootstrap."""
-    drawn = np.random.default_rng(0)
-    medians = np.median(drawn.choice(values, (draws, len(values))), axis=1)
-    low, high = np.percentile(medians, [2.5, 97.5])
-    return float(low), float(high)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     asked = parser.parse_args()
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-    found = measure(asked.steps - asked.steps % 2, asked.batch)
-    print(f"{len(found)} steps, {'':4}{'bare':>12}{'added':>12}{'share':>9}   95 % interval of the share")
-    worst = 0.0
-    for name, column in (("wall", 1), ("CPU", 2)):
-        on = np.array([row[column] for row in found if row[0]]) * 1e3
-        off = np.array([row[column] for row in found if not row[0]]) * 1e3
-        bare, added = float(np.median(off)), on - off
-        low, high = (part / bare for part in interval(added))
-        middle = float(np.median(added))
-        print(f"{name:>14} {bare:12.2f} ms{middle:+9.2f} ms{middle / bare:+8.2%}   {low:+.2%} .. {high:+.2%}")
-        worst = max(worst, high)
-    print(
-        f"the wrapping costs {'less' if worst < LIMIT else 'not certainly less'} than {LIMIT:.0%} of a step"
-    )
-    return 0 if worst < LIMIT else 1
+    return tell(measure(asked.steps - asked.steps % 2, asked.batch))
 
 
 if __name__ == "__main__":

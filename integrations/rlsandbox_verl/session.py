@@ -177,9 +177,11 @@ class Session:
         return self.lost and self._episode.may_retry and not late
 
     async def give_up(self) -> None:
-        """No further attempt: the rollout is recorded as failed."""
+        """No further attempt: the rollout is recorded as failed, unless it has its end already."""
         if self._episode.record is None and self._episode.failure is not None:
             await self._episode.fail()
+        else:  # its pool was closed
+            await self.cancel("nobody goes on with it")
 
     async def raised(self, error: Exception) -> None:
         """What runs the model raised: the rollout is lost, whoever is to blame."""

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from pathlib import Path
+
+LONGEST_S = 900.0  # on a busy machine; it takes half a minute
 
 
 def cmdline(pid: str) -> str:
@@ -35,3 +39,22 @@ def hubs(home: Path) -> list[str]:
 
 def log(path: Path) -> list[dict[str, float]]:
     return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def begun(process: subprocess.Popen[str], place: Path, steps: int) -> list[str]:
+    """Wait until the job in *place* has logged so many steps; what makes its sandboxes."""
+    end = time.monotonic() + LONGEST_S
+    while len(log(place / "log.jsonl")) < steps:
+        assert process.poll() is None and time.monotonic() < end, (place / "out").read_text()[-4000:]
+        time.sleep(0.1)
+    making = hubs(place / "home")
+    assert making, "there would be nothing to leave"
+    return making
+
+
+def until_gone(place: Path, making: list[str]) -> None:
+    """Wait until nothing of an ended job in *place* is there any more."""
+    end = time.monotonic() + 120
+    while left := of(place / "home") + [pid for pid in making if " --client " in cmdline(pid)]:
+        assert time.monotonic() < end, [cmdline(pid) for pid in left]
+        time.sleep(0.2)

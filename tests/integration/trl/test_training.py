@@ -265,11 +265,9 @@ def _importable(kind: type) -> type:
     return kind
 
 
-def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_trainer: Any) -> None:
-    """Where a generation takes longer than making ready, nobody waits for a setup again."""
-    sandboxes = SandboxTraining(example.tasks(6, setup="true"), tools=["write_file"], size=8)
-    trainer = make_trainer(sandboxes, max_steps=3)
-    pool, plain, missed = sandboxes.pool, trainer._generate_single_turn, []
+def lasting(trainer: Any, name: str, pool: Any) -> list[int]:
+    """Make a method of the trainer last until what comes next is primed; claims that had missed by then."""
+    plain, missed = getattr(trainer, name), list[int]()
 
     def long_one(*args: Any, **kwargs: Any) -> Any:
         ready = min(6, 2 * (trainer.state.global_step + 2))  # two prompts a step, and the two that come next
@@ -280,7 +278,16 @@ def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_tra
         missed.append(pool.stats().layer_misses)
         return plain(*args, **kwargs)
 
-    trainer._generate_single_turn = long_one
+    setattr(trainer, name, long_one)
+    return missed
+
+
+def test_claims_of_the_next_step_find_their_sandbox_ready(example: Any, make_trainer: Any) -> None:
+    """Where a generation takes longer than making ready, nobody waits for a setup again."""
+    sandboxes = SandboxTraining(example.tasks(6, setup="true"), tools=["write_file"], size=8)
+    trainer = make_trainer(sandboxes, max_steps=3)
+    pool = sandboxes.pool
+    missed = lasting(trainer, "_generate_single_turn", pool)
     trainer.train()
     assert missed[0] > 0 and missed[-1] == missed[0]  # the claims of steps two and three have missed nothing
     assert pool.report().completed == 12
@@ -293,18 +300,8 @@ def test_a_full_pool_makes_ready_while_the_model_is_trained(example: Any, make_t
     tasks = example.tasks(6, setup="true")
     sandboxes = SandboxTraining(tasks, tools=["write_file"], size=4, max_size=4)
     trainer = make_trainer(sandboxes, max_steps=3)
-    pool, plain, missed = sandboxes.pool, trainer.compute_loss, []
-
-    def long_one(*args: Any, **kwargs: Any) -> Any:
-        ready = min(6, 2 * (trainer.state.global_step + 2))
-        until = time.monotonic() + 60
-        while pool.stats().primed < ready:
-            assert time.monotonic() < until, pool.stats()
-            time.sleep(0.01)
-        missed.append(pool.stats().layer_misses)
-        return plain(*args, **kwargs)
-
-    trainer.compute_loss = long_one
+    pool = sandboxes.pool
+    missed = lasting(trainer, "compute_loss", pool)
     trainer.train()
     assert missed[0] > 0 and missed[-1] == missed[0]
     assert pool.report().completed == 12

@@ -22,6 +22,12 @@ SUPPORT = ROOT / "tests" / "support"
 sys.path.insert(0, str(SUPPORT))  # not as tests.support: verl's own wheel brings a package called tests
 
 
+RAYS = {
+    "RAY_AUTH_MODE": "disabled",  # else ray leaves a token in the user's home
+    "RAY_worker_niceness": "0",  # it is 15 otherwise: on a busy machine nothing moves
+}
+
+
 @pytest.fixture(scope="session")
 def verl() -> Any:
     return pytest.importorskip("verl", reason="verl is not installed")
@@ -46,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Any]:
     def run(script: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
         env = {
             **os.environ, "RLSANDBOX_HOME": str(tmp_path / "home"), "RLSANDBOX_CACHE": str(_paths.cache()),
-            "VERL_FILE_LOGGER_PATH": str(tmp_path / "log.jsonl"), "RAY_AUTH_MODE": "disabled",
+            "VERL_FILE_LOGGER_PATH": str(tmp_path / "log.jsonl"), **RAYS,
             "PYTHONPATH": os.pathsep.join([str(ROOT / "examples"), str(SUPPORT)]), **more,  # ray's workers as well
         }  # fmt: skip
         env.pop("RAY_ADDRESS", None)
@@ -114,7 +120,7 @@ def cluster(verl: Any, place: Path) -> Iterator[None]:
 
     from rlsandbox import _paths
 
-    os.environ["RAY_AUTH_MODE"] = "disabled"  # else ray leaves a token in the user's home
+    os.environ.update(RAYS)
     env = {
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
         "RLSANDBOX_HOME": str(place / "home"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,14 @@ import pytest
 
 pytest.importorskip("verl", reason="verl is not installed")
 
-from verl_runs import cmdline, hubs, log, of
+from verl_runs import LONGEST_S, begun, log, of, until_gone
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "verl_grpo.py"
 
 
 def test_it_learns_and_the_log_has_the_numbers(start: Any, tmp_path: Path) -> None:
     process = start(EXAMPLE, "--steps", "25")
-    assert process.wait(timeout=900) == 0, (tmp_path / "out").read_text()[-4000:]
+    assert process.wait(timeout=LONGEST_S) == 0, (tmp_path / "out").read_text()[-4000:]
     steps = log(tmp_path / "log.jsonl")
     assert len(steps) == 25
     mean = [step["critic/score/mean"] for step in steps]
@@ -35,15 +34,7 @@ def test_it_learns_and_the_log_has_the_numbers(start: Any, tmp_path: Path) -> No
 
 def test_a_job_that_is_ended_by_a_signal_leaves_nothing(start: Any, tmp_path: Path) -> None:
     process = start(EXAMPLE, "--steps", "10000")
-    end = time.monotonic() + 600
-    while len(log(tmp_path / "log.jsonl")) < 2:
-        assert process.poll() is None and time.monotonic() < end, (tmp_path / "out").read_text()[-4000:]
-        time.sleep(0.1)
-    making = hubs(tmp_path / "home")
-    assert making, "there would be nothing to leave"
+    making = begun(process, tmp_path, 2)
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=120)
-    end = time.monotonic() + 120
-    while left := of(tmp_path / "home") + [pid for pid in making if " --client " in cmdline(pid)]:
-        assert time.monotonic() < end, left
-        time.sleep(0.2)
+    until_gone(tmp_path, making)
