@@ -1,18 +1,22 @@
 """What rlsandbox_verl costs: a job of verl's trainer, whose steps are by turns with our agent loop and bare.
 
-    OMP_NUM_THREADS=1 chrt -r 5 python examples/verl_overhead.py [--steps 200]
+    OMP_NUM_THREADS=1 chrt -r 5 python examples/verl_overhead.py [--steps 100] [--turn 1]
 
-Both loops have a tool of the same name that takes no time, and a reward that takes none. In a bare step
-verl's own tool agent runs, and none of our hooks. In the others each rollout has all that is ours: the owner
-is asked, a sandbox comes from the warm pool and goes back, the ledger has the record, the log has the
-numbers, the pool is told what comes next. Printed are the medians of a step, begin to begin, and the median
-of the differences of neighbours with its 95 % confidence interval (bootstrap), on the wall and in CPU time of
-all processes of the job (the owner and the sandboxes too).
+Both loops have a tool of the same name that takes no time, and a reward that takes none. The model server is
+elsewhere: it takes no CPU of ours, and for a turn the time that ``--turn`` says, from half to one and a half
+of it, as answers are longer and shorter. In a bare step verl's own tool agent runs, and none of our hooks. In
+the others each rollout has all that is ours: the owner is asked, a sandbox comes from the warm pool, is put
+back and verified, the ledger has the record, the log has the numbers, the pool is told what comes next.
+
+Printed are the medians of a step, begin to begin, and the median of the differences of neighbours with its
+95 % confidence interval (bootstrap), on the wall and in CPU time of all processes of the job: those of the
+sandboxes too, and in a bare step verl's own book-keeping, as there is no model.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import tempfile
@@ -32,6 +36,7 @@ from verl.tools.schemas import ToolResponse
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ
 
 WARM_UP = 6
+ROLLOUTS = 16
 LOOPS = """
 - name: sandbox_agent
   _target_: verl_overhead.Sandboxed
@@ -47,6 +52,18 @@ def rewarded(output: Any) -> Any:
     output.reward_score = 0.5
     output.extra_fields["reward_extra_info"] = {"acc": 0.5}
     return output
+
+
+class Client(example.Client):
+    """A model server that takes its time, for each of a step's rollouts another."""
+
+    turn_s = 0.0
+
+    async def generate(self, request_id: str, **kwargs: Any) -> Any:
+        known = vars(self).setdefault("known", {})
+        share = known.setdefault(request_id, len(known) % ROLLOUTS) / ROLLOUTS
+        await asyncio.sleep(self.turn_s * (0.5 + share))
+        return await super().generate(request_id, **kwargs)
 
 
 class Sandboxed(SandboxAgentLoop):
@@ -102,9 +119,13 @@ class Manager(SandboxAgentLoopManager):
 class Trainer(example.Trainer):
     """Takes our hooks off and puts them on again between two steps, and looks at the clocks."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.replay_buffer.poll_interval = 0.002  # or steps would last whole multiples of it
+    turn_s = 0.0
+
+    def __init__(self, config: Any, model: Path) -> None:
+        super().__init__(config, model)
+        self.client = Client(self._server, model)
+        self.client.turn_s = self.turn_s
+        self.replay_buffer.poll_interval = 0.01  # steps last whole multiples of it
         self.order, self.found = Order(), list[Step]()
         self.began: tuple[float, float] | None = None
         self.hooks = hooks.numbers, hooks.expect
@@ -141,12 +162,16 @@ def used() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    steps = parser.parse_args().steps
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--turn", type=float, default=1.0, help="seconds that the model takes for a turn")
+    asked = parser.parse_args()
+    steps = asked.steps
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     found: list[Step] = []
 
     class Kept(Trainer):
+        turn_s = asked.turn
+
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.found = found
@@ -161,7 +186,7 @@ def main() -> int:
                 "actor_rollout_ref.rollout.agent.num_workers": 1,
             },
         )  # fmt: skip
-    return tell(found)
+    return tell(found, judged=("wall",))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from functools import cache
 from typing import Any
 from uuid import uuid4
 
@@ -28,6 +29,7 @@ from .tools import tools_of
 log = logging.getLogger("rlsandbox.verl")
 
 _groups: dict[str, Group] = {}
+_require = cache(versions.require)  # once: it reads files, and there is a loop for each trajectory
 
 
 @register("sandbox_agent")
@@ -39,7 +41,7 @@ class SandboxAgentLoop(ToolAgentLoop):  # type: ignore[misc]
     """
 
     def __init__(self, *args: Any, tools: Any = None, name: str = "", **options: Any) -> None:
-        versions.require()
+        _require()
         given = {k: options.pop(k) for k in list(options) if k not in _VERLS}
         super().__init__(*args, tools=tools, **options)
         self.settings = Settings.of(given)

@@ -69,8 +69,9 @@ class PoolOwner:
     def ref(self) -> rls.PoolRef:
         return self._pool.ref
 
-    def ended(self, end: Ended) -> None:
-        self._numbers.add(end)
+    def ended(self, *ends: Ended) -> None:
+        for end in ends:
+            self._numbers.add(end)
 
     def begin_batch(self, mode: str, uids: list[str], rollouts: int) -> None:
         """Rollouts of these prompts are about to begin.
@@ -222,6 +223,11 @@ class Job:
         self._pool: rls.AsyncPool | None = None
         self._ref: rls.PoolRef | None = None
         self._lock = asyncio.Lock()
+        self._asked: dict[tuple[str, str | None, str], asyncio.Task[Begun]] = {}
+        self._ends: list[Ended] = []
+        self._told = 0
+        """Ends that were taken to the owner."""
+        self._telling = asyncio.Lock()
 
     @property
     def owner(self) -> Any:
@@ -231,8 +237,18 @@ class Job:
 
     async def begin(self, task_id: str, source: str | None, uid: str) -> tuple[Begun, rls.AsyncPool]:
         """The task, and the pool of the owner that lives now."""
-        begun: Begun = await ask(self.owner, "begin", task_id, source, uid)
+        begun = await self._begun(task_id, source, uid)
         return begun, await self._connected(begun.ref)
+
+    async def _begun(self, task_id: str, source: str | None, uid: str) -> Begun:
+        """Siblings begin together, and the answer is the same: it is asked for once."""
+        key = task_id, source, uid
+        asked = self._asked.get(key)
+        if asked is None:
+            asked = asyncio.get_running_loop().create_task(ask(self.owner, "begin", *key))
+            self._asked[key] = asked
+            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+        return await asyncio.shield(asked)
 
     async def task(self, task_id: str, source: str | None) -> rls.Task:
         begun: Begun = await ask(self.owner, "begin", task_id, source, "")
@@ -262,10 +278,18 @@ class Job:
         await ask(self.owner, "refused", str(error))
 
     async def ended(self, end: Ended) -> None:
-        try:
-            await ask(self.owner, "ended", end)
-        except PoolClosedError as error:
-            log.warning("the end of rollout %s is in the ledger only: %s", end.id, error)
+        """Tell the owner; those that end while it is being told of others are told together."""
+        self._ends.append(end)
+        mine = self._told + len(self._ends)
+        async with self._telling:
+            if mine <= self._told:
+                return
+            ends, self._ends = self._ends, []
+            self._told += len(ends)
+            try:
+                await ask(self.owner, "ended", *ends)
+            except PoolClosedError as error:
+                log.warning("the end of %d rollouts is in the ledger only: %s", len(ends), error)
 
 
 _jobs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Job] = weakref.WeakKeyDictionary()
