@@ -14,17 +14,14 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from .._paths import home
 from .._settings import nearest
-from ..errors import ConfigError
+from ..errors import ConfigError, LedgerError
 from .common import console, json_option, print_json, writable_file
 from .reap import parse_duration
+from .runs import NO_RUNS, alive, book_of, directory_of, files_of, ledgers_in, remove
 
 if TYPE_CHECKING:
     from ..ledger.records import Book, RolloutLog
-
-_NAMED = 5
-NO_RUNS = "no runs yet"
 
 _runs = click.argument("runs", nargs=-1, metavar="[RUN|FILE]...")
 _where = click.option(
@@ -58,16 +55,16 @@ def show(
 ) -> None:
     """The runs there are; with RUN its rollouts."""
     if not runs and rollout is None and status is None:
-        rows = [_run_row(path) for path in _ledgers(_directory(directory))]
+        rows = [_run_row(path) for path in ledgers_in(directory_of(directory))]
         if as_json:
-            print_json({"directory": str(_directory(directory)), "runs": rows})
+            print_json({"directory": str(directory_of(directory)), "runs": rows})
         else:
-            _print_runs(_directory(directory), rows)
+            _print_runs(directory_of(directory), rows)
         return
     known = ("completed", "failed", "lost", "cancelled", "open")
     if status is not None and status not in known:
         raise ConfigError(f"--status: {status!r} is none of {', '.join(known)}{nearest(status, known)}")
-    book = _book(runs, directory)
+    book = book_of(runs, directory)
     if rollout is not None:
         _show_one(book, rollout, as_json)
         return
@@ -104,7 +101,7 @@ def report(
     from ..ledger.report import Report
 
     target = writable_file(plot, "--plot")
-    made = Report.of(_book(runs, directory), reward_range=reward_range)
+    made = Report.of(book_of(runs, directory), reward_range=reward_range)
     found = made.bias() if bias else None
     if as_json:
         told = made.to_dict()
@@ -123,18 +120,30 @@ def report(
 @click.option("--all", "every", is_flag=True, help="Every run there is.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be closed.")
 @json_option
-def reconcile(
-    runs: tuple[str, ...], directory: str | None, every: bool, dry_run: bool, as_json: bool
-) -> None:
-    """Close as lost what dead processes left without an end. Living ones are left alone."""
-    from ..ledger import reading
+def reconcile(runs: tuple[str, ...], directory: str | None, every: bool, dry_run: bool, as_json: bool) -> int:
+    """Close as lost what dead processes left without an end. Living ones are left alone.
+
+    Exit status 1: with --all, some files cannot be read.
+    """
+    from ..ledger import Reconciled, reading
     from ..ledger import reconcile as close
 
     if every:
-        files = [file for path in _ledgers(_directory(directory)) for file in reading.run_files(path)]
+        every_run = filter(reading.is_ours, ledgers_in(directory_of(directory)))
+        files = [file for path in every_run for file in reading.run_files(path)]
     else:
-        files = _files(runs, directory)
-    found = close(files, dry_run=dry_run)
+        files = files_of(runs, directory)
+    broken: list[Reconciled] = []
+    if every:  # one that cannot be read keeps nobody from closing the others
+        found = []
+        for file in files:
+            try:
+                found += close([file], dry_run=dry_run)
+            except LedgerError as error:
+                broken.append(Reconciled(file, skipped=error.message))
+        found += broken
+    else:
+        found = close(files, dry_run=dry_run)
     if as_json:
         rows = [
             {
@@ -146,7 +155,9 @@ def reconcile(
             for item in found
         ]
         print_json({"files": rows, "lost": sum(len(item.lost) for item in found), "dry_run": dry_run})
-        return
+        return int(bool(broken))
+    if not found:
+        click.echo("no ledger file among them: nothing to close")
     for item in found:
         verb = "would be closed as lost" if dry_run else "closed as lost"
         said = f"left alone: {item.skipped}" if item.skipped else f"{len(item.lost)} {verb}"
@@ -155,6 +166,7 @@ def reconcile(
             click.echo(f"  {record.id}")
         if len(item.lost) > 20:
             click.echo(f"  and {len(item.lost) - 20} more")
+    return int(bool(broken))
 
 
 @command.command()
@@ -170,7 +182,7 @@ def export(
     from ..ledger.report import COLUMNS, Report
 
     target = writable_file(output, "--output")
-    book = _book(runs, directory)
+    book = book_of(runs, directory)
     with _writing(target) as out:
         if kind == "csv" and not as_json:
             writer = csv.DictWriter(out, COLUMNS)
@@ -199,9 +211,12 @@ def gc(directory: str | None, older_than: str, dry_run: bool, yes: bool, as_json
     age = parse_duration(older_than, "--older-than")
     now = time.time()
     old: list[tuple[Path, list[Path]]] = []
-    for path in _ledgers(_directory(directory)):
+    for path in filter(reading.is_ours, ledgers_in(directory_of(directory))):
         files = reading.run_files(path)
-        if any(_alive(file) is not False for file in files):
+        try:
+            if any(alive(file) is not False for file in files):
+                continue
+        except LedgerError:  # who wrote it cannot be told
             continue
         if all(now - file.stat().st_mtime >= age for file in files):
             old.append((path, files))
@@ -215,93 +230,11 @@ def gc(directory: str | None, older_than: str, dry_run: bool, yes: bool, as_json
         if not yes and not click.confirm(f"Remove {len(old)} runs?", err=True):
             return 1
         for path, files in old:
-            _remove(files)
+            remove(files)
             removed.append(path.stem)
     if as_json:
         print_json({"found": [p.stem for p, _ in old], "bytes": size, "removed": removed, "dry_run": dry_run})
     return 0
-
-
-# ---------------------------------------------------------------------- which files
-
-
-def _directory(given: str | None) -> Path:
-    path = home() if given is None else Path(given)
-    if given is not None and not path.is_dir():
-        raise ConfigError(f"--ledger: there is no directory {path}")
-    return path
-
-
-def _ledgers(directory: Path) -> list[Path]:
-    """First files of the runs in *directory*, oldest first; other programs' databases are none."""
-    from ..ledger import reading
-
-    return reading.ledgers_in(directory) if directory.is_dir() else []
-
-
-def _files(runs: tuple[str, ...], directory: str | None) -> list[Path]:
-    """Files of the runs that are meant."""
-    from ..ledger import places, reading
-
-    place = _directory(directory)
-    if not runs:
-        latest = _ledgers(place)[-1:]
-        if not latest:
-            raise ConfigError(f"{NO_RUNS} in {place}", hint="name a ledger file, or --ledger DIR")
-        return reading.run_files(latest[0])
-    files: list[Path] = []
-    for run in runs:
-        path = Path(run)
-        if path.suffix in (*places.SUFFIXES, ".jsonl") and path.is_file():
-            files += reading.run_files(path.absolute())
-            continue
-        found = [
-            place / f"{run}{suffix}" for suffix in places.SUFFIXES if (place / f"{run}{suffix}").is_file()
-        ]
-        if not found:
-            names = [ledger.stem for ledger in _ledgers(place)]
-            if path.is_file():
-                known = ", ".join((*places.SUFFIXES, ".jsonl"))
-                raise ConfigError(f"{run} is no ledger file: those end in {known}")
-            near = nearest(run, names)
-            if near.startswith("; known") and len(names) > _NAMED:
-                near = f"; the last: {', '.join(names[-_NAMED:])} (of {len(names)})"
-            raise ConfigError(f"there is no run and no ledger file {run!r} (in {place}){near}")
-        files += reading.run_files(found[0])
-    return list(dict.fromkeys(files))
-
-
-def _book(runs: tuple[str, ...], directory: str | None) -> Book:
-    from ..ledger import reading
-
-    return reading.read(_files(runs, directory))
-
-
-def _alive(file: Path) -> bool | None:
-    from ..ledger import lock, reading
-    from ..ledger.records import fold
-
-    known = lock.RunLock.alive(lock.lock_of(file))
-    if known is not None:
-        return known
-    processes = fold(reading.events_of(file)).processes
-    return lock.alive(file, host=processes[-1].host if processes else "")
-
-
-def _remove(files: list[Path]) -> None:
-    """The run's files with their locks held, so that none comes to life meanwhile."""
-    from ..ledger import lock
-
-    held = [(file, lock.take(file)) for file in files]
-    try:
-        if all(taken is not None for _, taken in held):
-            for file, _ in held:
-                for end in ("", "-wal", "-shm", ".lock"):
-                    file.with_name(file.name + end).unlink(missing_ok=True)
-    finally:
-        for _, taken in held:
-            if taken is not None:
-                taken.release()
 
 
 @contextlib.contextmanager
@@ -321,7 +254,6 @@ def _status(log: RolloutLog) -> str:
 
 
 def _run_row(path: Path) -> dict[str, Any]:
-    from ..errors import LedgerError
     from ..ledger import reading
 
     files = reading.run_files(path)
@@ -332,7 +264,7 @@ def _run_row(path: Path) -> dict[str, Any]:
         return {**row, "error": error.message}
     logs = book.rollouts.values()
     done = sum(_status(log) == "completed" for log in logs)
-    living = any(_alive(file) for file in files)
+    living = any(alive(file) for file in files)
     return {
         **row,
         "started_at": min((p.started_at for p in book.processes), default=path.stat().st_mtime),

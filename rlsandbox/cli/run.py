@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,10 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
         "resume": options["resume"],
         "progress": options["progress"],
     }
-    report, facts = _run(tasks, policy, arguments, plan, warm=options["warm"])
+    # With --json, stdout is the object's alone: what policies and plugins print goes to stderr.
+    aside = contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+    with aside:
+        report, facts = _run(tasks, policy, arguments, plan, warm=options["warm"])
     _refuse_what_never_could(report)
     if plot_file is not None:
         report.plot(plot_file)

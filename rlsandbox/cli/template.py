@@ -34,9 +34,11 @@ def _extra() -> None:
 @click.option("--cpu", type=float, metavar="CORES")
 @click.option("--arch", default=None, metavar="ARCH", help="x86_64 or aarch64; default this machine's.")
 @click.option("--keeper", "with_keeper", is_flag=True, help="Also the keeper's ConfigMap (300 KB of base64).")
+@json_option
 def show(
-    image: str, mode: str, memory: str | None, cpu: float | None, arch: str | None, with_keeper: bool
-) -> None:
+    image: str, mode: str, memory: str | None, cpu: float | None, arch: str | None, with_keeper: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
     """A SandboxTemplate and SandboxWarmPool, ready to be changed and applied (JSON, which is YAML)."""
     _extra()
     from ..backends.kubernetes import manifests
@@ -52,7 +54,11 @@ def show(
         manifests.template("rlsandbox-example", pod),
         manifests.warm_pool("rlsandbox-example", "rlsandbox-example", 2),
     ]
-    for item in [*([keeper] if with_keeper else []), *made]:
+    items = [*([keeper] if with_keeper else []), *made]
+    if as_json:
+        print_json(_list(items))
+        return
+    for item in items:
         click.echo("---\n" + json.dumps(item, indent=2))
 
 
@@ -97,7 +103,8 @@ async def _check(name: str, context: str | None, namespace: str | None) -> list[
 )
 @click.option("--schedule", metavar="CRON", default="*/10 * * * *", show_default=True)
 @click.option("--older-than", metavar="TIME", help="Only what is older: 90s, 30m, 1h, 2d.")
-def reap(image: str, schedule: str, older_than: str | None) -> None:
+@json_option
+def reap(image: str, schedule: str, older_than: str | None, as_json: bool) -> None:
     """A CronJob that removes what dead runs left in its namespace, with the rights that it needs, as YAML."""
     if older_than is not None:
         parse_duration(older_than, "--older-than")
@@ -107,13 +114,29 @@ def reap(image: str, schedule: str, older_than: str | None) -> None:
     more = "" if older_than is None else f", --older-than, {json.dumps(older_than)}"
     for word, value in (("IMAGE", json.dumps(image)), ("SCHEDULE", json.dumps(schedule)), (", MORE", more)):
         text = text.replace(word, value)
-    click.echo(text, nl=False)
+    _print(text, as_json)
 
 
 @command.command()
 @click.option("--nodes", "part", flag_value="-nodes", help="To look at nodes, which are the whole cluster's.")
 @click.option("--closed", "part", flag_value="-closed", help="To hold network='none' by a NetworkPolicy.")
-def rbac(part: str | None) -> None:
+@json_option
+def rbac(part: str | None, as_json: bool) -> None:
     """The least rights that a run needs, as YAML; or those for one thing more."""
     name = f"rbac{part or ''}.yaml"
-    click.echo(resources.files("rlsandbox").joinpath(f"backends/kubernetes/{name}").read_text(), nl=False)
+    _print(resources.files("rlsandbox").joinpath(f"backends/kubernetes/{name}").read_text(), as_json)
+
+
+def _print(text: str, as_json: bool) -> None:
+    """YAML as it is, with its comments; as JSON one list, which kubectl takes as well."""
+    if not as_json:
+        click.echo(text, nl=False)
+        return
+    _extra()
+    import yaml  # type: ignore[import-untyped]  # comes with the kubernetes client
+
+    print_json(_list(list(yaml.safe_load_all(text))))
+
+
+def _list(items: list[Any]) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "List", "items": items}

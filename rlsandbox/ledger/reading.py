@@ -19,6 +19,10 @@ from .elsewhere import Row
 from .records import FORMAT, Book, Event, fold
 from .store import APPLICATION
 
+_SQLITE = b"SQLite format 3\0"
+_HEAD = 100
+"""Bytes of a SQLite file's header."""
+
 
 def read(paths: Iterable[Path]) -> Book:
     """What these files say together. An event that stands in two of them (a dump repeats one) counts once."""
@@ -41,9 +45,25 @@ def run_files(where: Path) -> list[Path]:
 
 
 def ledgers_in(directory: Path) -> list[Path]:
-    """The first files of the runs in *directory*, oldest first."""
+    """The first files of the runs in *directory*, oldest first; others' databases are among them."""
     found = {places.first_of(p) for p in directory.iterdir() if p.suffix in places.SUFFIXES and p.is_file()}
     return sorted((p for p in found if p.exists()), key=lambda p: (p.stat().st_mtime, p.name))
+
+
+def is_ours(path: Path) -> bool:
+    """Whether *path* is a ledger, whole or not: by its header, which may still stand in its WAL."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+        if head[:16] != _SQLITE or len(head) < _HEAD:
+            return False
+        if int.from_bytes(head[68:72], "big") == APPLICATION:
+            return True
+        return _wal(path).exists() and _application(path) == APPLICATION
+    except (OSError, sqlite3.Error):
+        return False
 
 
 def events_of(path: Path) -> list[Event]:
@@ -58,7 +78,7 @@ def events_of(path: Path) -> list[Event]:
         return list(_of_dump(path))
     try:
         return [event_of(row, str(path)) for row in _rows(path)]
-    except (sqlite3.Error, ValueError) as error:
+    except (sqlite3.Error, ValueError, OSError) as error:
         raise LedgerError(f"the ledger {path} cannot be read: {error}") from error
 
 
@@ -69,7 +89,8 @@ def event_of(row: Row, source: str) -> Event:
 
 def _rows(path: Path) -> list[Row]:
     try:
-        return _query(path, "mode=ro")
+        rows = _at_rest(path)
+        return _query(path, "mode=ro") if rows is None else rows
     except sqlite3.OperationalError as error:
         if not error.sqlite_errorname.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_IOERR")):
             raise
@@ -77,16 +98,54 @@ def _rows(path: Path) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="rlsandbox-ledger-") as scratch:
         copy = Path(scratch) / "copy.db"
         shutil.copyfile(path, copy)
-        wal = path.with_name(path.name + "-wal")
+        wal = _wal(path)
         if wal.exists():
             shutil.copyfile(wal, copy.with_name("copy.db-wal"))
         return _query(copy, "mode=rw")
 
 
-def _query(path: Path, how: str) -> list[Row]:
+def _at_rest(path: Path) -> list[Row] | None:
+    """The rows of a file that nobody writes; None when somebody may.
+
+    Reading one in WAL mode would otherwise leave an index and an empty WAL beside it. Who writes has a WAL.
+    """
+    with path.open("rb") as file:
+        head = file.read(_HEAD)
+    if head[18:20] != b"\x02\x02" or _wal(path).exists():
+        return None
+    before = _state(path)
+    try:
+        rows = _query(path, "mode=ro&immutable=1")
+    except sqlite3.Error:
+        if _state(path) == before:
+            raise
+        return None
+    return rows if _state(path) == before else None
+
+
+def _state(path: Path) -> tuple[object, ...]:
+    """Another one when somebody has begun to write."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns, _wal(path).exists()
+
+
+def _wal(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
+def _connect(path: Path, how: str) -> closing[sqlite3.Connection]:
     # (by its bytes: in the C locale a name that is not ASCII is no text that could be encoded)
     uri = f"file:{quote(os.fsencode(path))}?{how}"
-    with closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None)) as db:
+    return closing(sqlite3.connect(uri, uri=True, timeout=5.0, isolation_level=None))
+
+
+def _application(path: Path) -> int:
+    with _connect(path, "mode=ro") as db:
+        return int(db.execute("PRAGMA application_id").fetchone()[0])
+
+
+def _query(path: Path, how: str) -> list[Row]:
+    with _connect(path, how) as db:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION:
@@ -98,12 +157,13 @@ def _query(path: Path, how: str) -> list[Row]:
 
 def _of_dump(path: Path) -> Iterator[Event]:
     source = str(path)
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             item: dict[str, Any] = json.loads(line)
             if "dump_of" in item:
                 source = item["dump_of"]
                 continue
             yield Event(item["n"], item["at"], item["kind"], item["rollout"], item["data"], source)
-        except (ValueError, KeyError, TypeError) as error:
-            raise LedgerError(f"{path}, line {number}: this is no event of a ledger ({error})") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            why = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise LedgerError(f"{path}, line {number}: this is no event of a ledger ({why})") from error

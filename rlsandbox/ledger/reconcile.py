@@ -35,6 +35,7 @@ def reconcile(files: list[Path], *, dry_run: bool = False) -> list[Reconciled]:
     Dumps (``.jsonl``) among *files* are read first: what ended there is not lost.
     """
     dumps = [path for path in files if path.suffix == ".jsonl"]
+    reading.read(dumps)
     return [_one(path, dumps, dry_run) for path in files if path.suffix != ".jsonl"]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import io
 import json
 import os
+import sqlite3
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -217,3 +220,136 @@ def test_what_is_no_ledger_is_an_error_and_no_traceback(
     err = capsys.readouterr().err
     assert "cannot be read" in err
     assert err.count("\n") == 1
+
+
+def odd(home: Path, place: Path) -> list[Path]:
+    """Files that are no ledgers, or no longer, or of a version to come."""
+    good = make(home, "good").read_bytes()
+    made = {
+        "empty.db": b"",
+        "junk.db": b"hello" * 1000,
+        "cut.db": good[:5000],
+        "cut-at-a-page.db": good[:-4096],
+        "garbled.db": good[:4096] + os.urandom(4096) + good[8192:],
+        "end-garbled.db": good[:-3000] + os.urandom(3000),
+        "no-event.jsonl": b'{"n": 1}\n',
+        "no-json.jsonl": b'{"dump_of": "x"}\n{oops\n',
+        "no-text.jsonl": b"\xff\xfe\x00\n" * 10,
+        "deep.jsonl": b"[" * 100_000,
+    }
+    place.mkdir()
+    for name, data in made.items():
+        (place / name).write_bytes(data)
+    for name, pragma, table in (
+        ("other.db", "", "CREATE TABLE x (a)"),
+        ("other-application.sqlite3", "PRAGMA application_id = 12345", "CREATE TABLE events (a)"),
+    ):
+        with contextlib.closing(sqlite3.connect(place / name)) as db:
+            db.execute("PRAGMA journal_mode = WAL")
+            db.executescript(f"{pragma}; {table};")
+    (place / "newer.db").write_bytes(good)
+    with contextlib.closing(sqlite3.connect(place / "newer.db")) as db:
+        db.execute("PRAGMA user_version = 99")
+        db.commit()
+    for name in ("newer.db-wal", "newer.db-shm"):
+        (place / name).unlink(missing_ok=True)
+    (place / "directory.db").mkdir()
+    (place / "loop.db").symlink_to("loop.db")
+    (place / "gone.db").symlink_to("nowhere")
+    os.mkfifo(place / "fifo.db")
+    return [*place.iterdir(), place / "missing.db", place / ("x" * 5000), Path("/dev/zero")]
+
+
+def contents(place: Path) -> dict[str, bytes | None]:
+    return {p.name: p.read_bytes() if p.is_file() else None for p in place.iterdir()}
+
+
+def test_odd_files_are_one_line_and_nothing_is_made_of_them(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = home / "odd"
+    files = odd(home, place)
+    before = contents(place)
+    commands = (
+        ["show"],
+        ["report"],
+        ["report", "--bias"],
+        ["reconcile"],
+        ["reconcile", "--dry-run"],
+        ["export"],
+    )
+    for file in files:
+        for command, *options in commands:
+            assert main(["ledger", command, str(file), *options]) == 2, file.name
+            shown = capsys.readouterr()
+            assert (shown.out, shown.err.count("\n")) == ("", 1), shown
+            assert "internal" not in shown.err
+            assert len(shown.err) < 1000
+    assert contents(place) == before
+
+
+def test_a_directory_with_others_files(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs among them are found, closed and removed; what is not ours is not shown and never removed."""
+    place = home / "odd"
+    odd(home, place)
+    open_run = make(place, "killed", leave_open=2)
+    before = contents(place)
+    assert main(["ledger", "show", "--ledger", str(place), "--json"]) == 0
+    rows = {row["run"]: row for row in json.loads(capsys.readouterr().out)["runs"]}
+    ours = {"killed", "cut", "cut-at-a-page", "garbled", "end-garbled", "newer"}
+    assert set(rows) == {*ours, "empty", "junk", "other", "other-application"}
+    assert all(("error" in row) == (name != "killed") for name, row in rows.items())
+    assert main(["ledger", "reconcile", "--all", "--ledger", str(place), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert told["lost"] == 2
+    assert {Path(row["file"]).stem for row in told["files"] if row["skipped"]} == ours - {"killed"}
+    assert main(["ledger", "gc", "--ledger", str(place), "--older-than", "0s", "--yes"]) == 0
+    assert not open_run.exists()
+    left = contents(place)
+    for name in (
+        "empty.db",
+        "junk.db",
+        "other.db",
+        "other-application.sqlite3",
+        "no-text.jsonl",
+        "directory.db",
+    ):
+        assert left[name] == before[name]
+
+
+def test_reading_leaves_nothing_beside_a_ledger(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(home, "over")
+    make(home, "killed", leave_open=1)
+    before = set(os.listdir(home))
+    for command in (
+        ["show"],
+        ["show", "over"],
+        ["report", "over", "killed"],
+        ["export", "over"],
+        ["reconcile", "--dry-run"],
+    ):
+        assert main(["ledger", *command]) == 0
+    assert set(os.listdir(home)) == before
+
+
+def test_reading_while_it_is_written(home: Path) -> None:
+    """A reader sees all that was committed, and whole, however it meets the writer, its checkpoints and its end."""
+    ledger = Ledger.open("living", home)
+
+    def write() -> None:
+        for n in range(1500):
+            entry = ledger.request(Task(id=f"t{n}", grader=GRADER))
+            entry.end("completed", reward=1.0, value="x" * 2000)
+            if n % 50 == 0:
+                ledger.flush_blocking(10)
+        ledger.close()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen = [0]
+    while writer.is_alive():
+        seen.append(len(reading.read([ledger.path]).rollouts))
+    writer.join()
+    assert seen == sorted(seen)
+    book = reading.read([ledger.path])
+    assert (len(book.rollouts), book.open()) == (1500, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -17,6 +19,7 @@ import pytest
 
 import rlsandbox
 from rlsandbox import cli as cli_package
+from rlsandbox.cli.main import group
 from rlsandbox.errors import ClaimTimeoutError, ConfigError, ImageError, SandboxError, UnsupportedError
 
 from .conftest import Cli
@@ -236,3 +239,45 @@ def test_closed_and_full_outputs(where: str, status: int, said: str) -> None:
         ["sh", "-c", script, sys.executable], stderr=subprocess.PIPE, timeout=60, check=False
     )
     assert (done.returncode, done.stderr.decode()) == (status, said)
+
+
+def leaves(
+    command: click.Command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    if not isinstance(command, click.Group):
+        yield path, command
+        return
+    ctx = click.Context(command)
+    for name in command.list_commands(ctx):
+        inner = command.get_command(ctx, name)
+        assert inner is not None
+        yield from leaves(inner, (*path, name))
+
+
+def test_every_command_has_json() -> None:
+    found = dict(leaves(group))
+    assert len(found) >= 18
+    without = [
+        " ".join(path) for path, leaf in found.items() if "as_json" not in {p.name for p in leaf.params}
+    ]
+    assert without == []
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("config", "show"), ("ledger", "show"), ("ledger", "gc"), ("reap", "--dry-run"), ("template", "show"),
+        ("template", "rbac"), ("template", "rbac", "--closed"), ("template", "reap", "--image", "own:1"),
+        ("simulate", "--images", "4"), ("ledger", "report"), ("ledger", "export", "nothing"), ("plan",),
+        ("template", "check", "nothing"), ("run", "--tasks", "nothing"), ("keeper", "build", "--arch", "pdp11"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_json_is_all_there_is_on_stdout(cli: Cli, argv: tuple[str, ...]) -> None:
+    if argv[0] == "template":
+        pytest.importorskip("kubernetes")
+    done = cli(*argv, "--json")
+    told = json.loads(done.out)
+    assert done.status in (0, 2)
+    assert ("error" in told) == (done.status == 2)
+    assert done.err.count("\n") == (done.status == 2)

@@ -1,0 +1,94 @@
+"""Which ledger files a command line means."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .._paths import home
+from .._settings import nearest
+from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..ledger.records import Book
+
+_NAMED = 5
+NO_RUNS = "no runs yet"
+
+
+def directory_of(given: str | None) -> Path:
+    path = home() if given is None else Path(given)
+    if given is not None and not os.path.isdir(path):
+        raise ConfigError(f"--ledger: there is no directory {path}")
+    return path
+
+
+def ledgers_in(directory: Path) -> list[Path]:
+    """First files of the runs in *directory*, oldest first."""
+    from ..ledger import reading
+
+    return reading.ledgers_in(directory) if os.path.isdir(directory) else []
+
+
+def files_of(runs: tuple[str, ...], directory: str | None) -> list[Path]:
+    """Files of the runs that are meant."""
+    from ..ledger import places, reading
+
+    place = directory_of(directory)
+    if not runs:
+        latest = [path for path in ledgers_in(place) if reading.is_ours(path)][-1:]
+        if not latest:
+            raise ConfigError(f"{NO_RUNS} in {place}", hint="name a ledger file, or --ledger DIR")
+        return reading.run_files(latest[0])
+    files: list[Path] = []
+    for run in runs:
+        path = Path(run)
+        if path.suffix in (*places.SUFFIXES, ".jsonl") and os.path.isfile(path):
+            files += reading.run_files(path.absolute())
+            continue
+        found = [place / f"{run}{end}" for end in places.SUFFIXES if os.path.isfile(place / f"{run}{end}")]
+        if not found:
+            names = [ledger.stem for ledger in ledgers_in(place)]
+            if os.path.isfile(path):
+                known = ", ".join((*places.SUFFIXES, ".jsonl"))
+                raise ConfigError(f"{run} is no ledger file: those end in {known}")
+            near = nearest(run, names)
+            if near.startswith("; known") and len(names) > _NAMED:
+                near = f"; the last: {', '.join(names[-_NAMED:])} (of {len(names)})"
+            raise ConfigError(f"there is no run and no ledger file {run!r:.300} (in {place}){near}")
+        files += reading.run_files(found[0])
+    return list(dict.fromkeys(files))
+
+
+def book_of(runs: tuple[str, ...], directory: str | None) -> Book:
+    from ..ledger import reading
+
+    return reading.read(files_of(runs, directory))
+
+
+def alive(file: Path) -> bool | None:
+    from ..ledger import lock, reading
+    from ..ledger.records import fold
+
+    known = lock.RunLock.alive(lock.lock_of(file))
+    if known is not None:
+        return known
+    processes = fold(reading.events_of(file)).processes
+    return lock.alive(file, host=processes[-1].host if processes else "")
+
+
+def remove(files: list[Path]) -> None:
+    """The run's files with their locks held, so that none comes to life meanwhile."""
+    from ..ledger import lock
+
+    held = [(file, lock.take(file)) for file in files]
+    try:
+        if all(taken is not None for _, taken in held):
+            for file, _ in held:
+                for end in ("", "-wal", "-shm", ".lock"):
+                    file.with_name(file.name + end).unlink(missing_ok=True)
+    finally:
+        for _, taken in held:
+            if taken is not None:
+                taken.release()
