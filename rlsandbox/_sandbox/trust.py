@@ -16,6 +16,7 @@ The workdir is the rollout's own but for the last group; what ``Grader.work`` na
 
 from __future__ import annotations
 
+import asyncio
 import configparser
 import contextlib
 import posixpath
@@ -44,6 +45,7 @@ _STARTUP = re.compile(
     r"|pyenv|ssh)"
 )
 _MAX = 65536
+_AT_ONCE = 16
 
 
 def within(path: str, places: Iterable[str]) -> bool:
@@ -76,12 +78,14 @@ class Trust:
         found: list[FileInfo] = []
         repositories: dict[str, bool] = {}
         done = "\0"
-        for info in sorted(changes, key=lambda info: info.name):
+        changes = sorted(changes, key=lambda info: info.name)
+        settings = await self._settings(changes)
+        for info in changes:
             path = info.name
             if path.startswith(done + "/"):
                 continue
             if not (self._tool(path) or self._unasked(path)):
-                if not await self._configured(info, repositories):
+                if path not in settings and not await self._repository(info, repositories):
                     continue
             elif any(within(place, [path]) and place != path for place in (*self.work, self.workdir)):
                 continue  # the work lies in this directory: what else is in it is told by itself
@@ -106,21 +110,41 @@ class Trust:
     def _unasked(self, path: str) -> bool:
         return UNASKED.search(path) is not None and not within(path, self.work)
 
-    async def _configured(self, info: FileInfo, repositories: dict[str, bool]) -> bool:
-        """Settings in the working tree that decide what a tool does: git's, and pytest's section."""
+    async def _repository(self, info: FileInfo, repositories: dict[str, bool]) -> bool:
+        """Settings of git in the working tree."""
         path = info.name
-        if within(path, self.work):
-            return False
         match = _GIT.fullmatch(path)
-        if match is not None or (path.endswith("/.git") and info.kind != "dir"):
-            top = match["git"] if match is not None else path
-            if top not in repositories:  # one that the rollout made is its work
-                repositories[top] = await self._read(f"{top}/HEAD", baseline=True) is not None
-            return bool(repositories[top]) and info.kind != "dir"
-        if posixpath.basename(path) not in _SECTIONS:
+        if within(path, self.work) or (match is None and not (path.endswith("/.git") and info.kind != "dir")):
             return False
-        now, before = await self._read(path), await self._read(path, baseline=True)
-        return bool(pytest_section(path, now) != pytest_section(path, before))
+        top = match["git"] if match is not None else path
+        if top not in repositories:  # one that the rollout made is its work
+            repositories[top] = await self._read(f"{top}/HEAD", baseline=True) is not None
+        return bool(repositories[top]) and info.kind != "dir"
+
+    async def _settings(self, changes: Sequence[FileInfo]) -> set[str]:
+        """Files whose section for pytest is another one than before; some are read at a time."""
+        asked = [
+            info.name
+            for info in changes
+            if posixpath.basename(info.name) in _SECTIONS
+            and _GIT.fullmatch(info.name) is None
+            and not within(info.name, self.work)
+        ]
+
+        async def differs(path: str) -> bool:
+            now, before = await asyncio.gather(self._read(path), self._read(path, baseline=True))
+            return bool(pytest_section(path, now) != pytest_section(path, before))
+
+        found: set[str] = set()
+        for at in range(0, len(asked), _AT_ONCE):
+            some = asked[at : at + _AT_ONCE]
+            answers = await asyncio.gather(*map(differs, some), return_exceptions=True)
+            for path, answer in zip(some, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    raise answer
+                if answer:
+                    found.add(path)
+        return found
 
     async def _read(self, path: str, *, baseline: bool = False) -> bytes | None:
         return await self._sandbox.client.outside_read(path, baseline=baseline, limit=_MAX)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from types import SimpleNamespace
 from typing import Any
 
@@ -98,6 +99,34 @@ async def test_pytest_s_section_of_a_file_that_is_the_work_otherwise() -> None:
         "/work/new/tox.ini",
         "/work/pyproject.toml",
     ]
+
+
+async def test_many_of_them_are_read_some_at_a_time() -> None:
+    """Thousands, which one after the other would take minutes, and at once would take the trainer's memory."""
+
+    class Slow(Client):
+        at_once = most = 0
+
+        async def outside_read(self, path: str, *, baseline: bool, limit: int) -> bytes | None:
+            assert limit == 65536
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            await asyncio.sleep(0)
+            self.at_once -= 1
+            return await super().outside_read(path, baseline=baseline, limit=limit)
+
+    evil = {f"/work/{n:04}/pyproject.toml": "[tool.pytest.ini_options]\n" for n in range(0, 1000, 7)}
+    now = {f"/work/{n:04}/pyproject.toml": "[tool.black]\n" for n in range(1000)} | evil
+    client = Slow(now, {})
+    assert await foreign(trust(client=client), *now) == list(evil)
+    assert 2 <= client.most <= 64
+
+    async def broken(path: str, *, baseline: bool, limit: int) -> bytes | None:
+        raise ConnectionResetError(path)
+
+    client.outside_read = broken  # type: ignore[method-assign]
+    with pytest.raises(ConnectionResetError):
+        await foreign(trust(client=client), *now)
 
 
 @pytest.mark.parametrize(
