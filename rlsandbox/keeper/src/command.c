@@ -303,6 +303,8 @@ static bool request(struct chan *c)
     if (r < 0)
         return false;
     c->op = (uint32_t)tlv_get(c->msg.p, c->msg.len, TAG_OP, 0);
+    if (c->op != OP_INSPECT)
+        buf_free(&k->look);
     if (nul) {
         chan_refuse(c, EINVAL, "read a request: a string in it has a zero byte");
         return true;
@@ -332,10 +334,14 @@ static bool request(struct chan *c)
     case OP_INSPECT: {
         struct buf text = {0};
         uint32_t id = c->id;
-        standby_settle(k);
-        if (!facts_here(k, &text)) {
-            worker_start(c, false, work_inspect);
-            return true;
+        text = k->look; /* nothing can have changed since */
+        k->look = (struct buf){0};
+        if (!text.len) {
+            standby_settle(k);
+            if (!facts_here(k, &text)) {
+                worker_start(c, false, work_inspect);
+                return true;
+            }
         }
         chan_free(c);
         for (size_t at = 0; at < text.len; at += RLS_MAX_PAYLOAD)

@@ -210,6 +210,10 @@ int sandbox_main(int hub_fd, int client_fd)
     if (loop_add(&k.loop, &k.client, client_fd, EPOLLIN, on_client, &k) < 0 ||
         loop_add(&k.loop, &k.hub, hub_fd, EPOLLIN, on_hub, &k) < 0)
         return 1;
+    if (!k.set.bare) { /* the client is busy with the answer: what it will want first takes the longest */
+        facts_here(&k, &k.look);
+        standby_ask(&k);
+    }
     while (!k.loop.stop) {
         int due = chan_timers(&k), look = limits_timer(&k);
         if (look >= 0 && (due < 0 || look < due))

@@ -85,6 +85,7 @@ struct keeper {
     unsigned generation, episode; /* of the upper layer; of the episode */
     unsigned generations;         /* the highest number given to an upper layer */
     bool used;                    /* the episode was asked to do something */
+    struct buf look;              /* at the first episode, before anything was asked for: made while the client reads that it is there */
     struct {
         pid_t pid; /* 0: none */
         int sock;
