@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import signal
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -204,3 +207,86 @@ def test_names_of_the_hub_are_refused(hub: Hub) -> None:
     with pytest.raises(KeeperError) as caught:
         hub.create(name="spare.1")
     assert caught.value.errno == errno.EINVAL
+
+
+def below(pid: int, name: str = "") -> set[int]:
+    """Children of a process: those of that name, or all."""
+    found = set()
+    for entry in os.listdir("/proc"):
+        with contextlib.suppress(OSError, ValueError):  # it is no process, or has ended meanwhile
+            comm, _, rest = Path(f"/proc/{int(entry)}/stat").read_text().partition("(")[2].rpartition(") ")
+            if int(rest.split()[1]) == pid and name in ("", comm):
+                found.add(int(entry))
+    return found
+
+
+def children(hub: Hub, name: str = "") -> set[int]:
+    return below(hub.process.pid, name)
+
+
+def a_spare(hub: Hub, *, after: Collection[int] = ()) -> int:
+    """The keeper that stands ready, whole but for its name, and is none of *after*."""
+    for _ in range(1000):
+        if found := children(hub, "rls-ahead") - set(after):
+            return found.pop()
+        time.sleep(0.01)
+    raise AssertionError("nothing was made ahead")
+
+
+def is_gone(hub: Hub, spare: int) -> None:
+    for _ in range(1000):
+        if spare not in children(hub):
+            return
+        time.sleep(0.01)
+    raise AssertionError("it lives on")
+
+
+def test_what_two_in_a_row_wanted_stands_ready(hub: Hub) -> None:
+    """The third is handed over: the same sandbox as any other, under its own name, and another one is made ahead."""
+    made = [hub.create(), hub.create()]
+    spare = a_spare(hub)
+    third = hub.create(name="third")
+    assert spare in children(hub, "rls-keeper")
+    assert third.welcome[Tag.MEMBER] == ["third"]
+    assert third.sh("hostname; id -u; ls /tmp | wc -l").stdout == b"sandbox\n0\n0\n"
+    for keeper in (*made, third):
+        keeper.write("/tmp/x", b"x")
+    third.reset()
+    assert third.sh("ls /tmp").stdout == b""
+    assert made[0].sh("ls /tmp").stdout == b"x\n"
+    assert sorted(hub.call(Op.HUB_LIST)[0][Tag.MEMBER]) == ["m1", "m2", "third"]
+    second = a_spare(hub, after={spare})
+    hub.call(Op.HUB_DISPOSE, (Tag.MEMBER, "third"))
+    assert spare not in children(hub, "rls-keeper")
+    os.kill(second, signal.SIGKILL)  # one that died is not handed over
+    is_gone(hub, second)
+    fourth = hub.create()
+    assert fourth.sh("echo fine").stdout == b"fine\n"
+
+
+def test_only_the_like_is_handed_over(hub: Hub) -> None:
+    hub.create()
+    hub.create()
+    spare = a_spare(hub)
+    other = hub.create((Tag.PIDS, 50))
+    assert spare not in children(hub, "rls-keeper")
+    assert other.sh("echo fine").stdout == b"fine\n"
+    again = hub.create((Tag.PIDS, 50))  # now this is what is made ahead
+    assert again.sh("echo fine").stdout == b"fine\n"
+    following = a_spare(hub, after={spare})
+    handed = hub.create((Tag.PIDS, 50))
+    assert handed.sh("echo fine").stdout == b"fine\n"
+    assert following in children(hub, "rls-keeper")
+
+
+def test_one_whose_episode_died_while_it_waited_is_made_anew(hub: Hub) -> None:
+    hub.create()
+    hub.create()
+    spare = a_spare(hub)
+    (init,) = below(spare, "rls-init")
+    os.kill(init, signal.SIGKILL)
+    is_gone(hub, spare)
+    for _ in range(2):  # one that dies is not tried again at once: perhaps something here kills it
+        keeper = hub.create()
+        assert keeper.sh("echo fine").stdout == b"fine\n"
+    assert a_spare(hub, after={spare})

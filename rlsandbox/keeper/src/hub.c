@@ -165,8 +165,7 @@ static void on_child(struct src *s, uint32_t events)
     while (read(s->fd, &si, sizeof si) > 0)
         ;
     while ((p = waitpid(-1, &status, WNOHANG)) > 0) {
-        if (p == h->spare.pid)
-            h->spare.pid = 0;
+        spare_died(h, p);
         if (p == h->zygote_pid || p == h->bare_pid)
             h->loop.stop = true;
         for (struct member *m = h->members; m; m = m->next)
@@ -256,16 +255,50 @@ static int facts_add(struct hub *h, bool bare, struct buf *b)
     return put_fmt(b, TAG_FACT, "ids=%s", h->ids) < 0 || (strcmp(h->ids, "one") == 0 && put_str(b, TAG_KIND, "one") < 0) ? -1 : 0;
 }
 
+/* Limits, then its settings and all that they name, to the keeper at m->src. */
+static int equip(struct member *m, struct base *base, unsigned in, const uint8_t *p, size_t n, struct err *e)
+{
+    struct hub *h = m->hub;
+    struct buf settings = {0};
+    size_t files = 0;
+    int r = buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0 ? fail(e, errno, "prepare a sandbox's settings") : 0;
+    if (r == 0) {
+        r = cgroups_create(h, m->group, m->pid, in, p, n, base->fds + base->n, &files, &settings, e);
+        base->n += files;
+    }
+    if (r == 0 && msg_send(m->src.fd, settings.p, settings.len, base->fds, base->n) < 0)
+        r = fail(e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
+    buf_free(&settings);
+    return r;
+}
+
+static void base_close(struct base *b)
+{
+    for (size_t i = 0; i < b->n; i++)
+        close(b->fds[i]);
+}
+
+int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct err *e)
+{
+    struct base base = {.n = 0};
+    int r = base_open(m->hub, &base, p, n, e) < 0 ? -1 : equip(m, &base, in, p, n, e);
+    base_close(&base);
+    return r;
+}
+
 static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
 {
     struct err e = {0};
     struct base base = {.n = 0};
-    struct buf settings = {0};
     int stream[2] = {-1, -1}, sock[2] = {-1, -1};
     char word[16];
+    bool whole = false;
     struct member *m = calloc(1, sizeof *m);
-    if (m)
+    if (m) {
+        m->hub = h;
+        m->src.fd = -1;
         m->bare = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0;
+    }
     if (!m)
         fail(&e, ENOMEM, "make room for a sandbox");
     else if (tlv_str(p, n, TAG_MEMBER, m->name, sizeof m->name) <= 0)
@@ -278,31 +311,25 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EEXIST, "make sandbox %s", m->name);
     else if (!m->bare && h->bare_only)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
-    else if (m->bare || (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
+    else if ((whole = spare_hand_over(h, m, p, n, &sock[0], &stream[0])) || m->bare ||
+             (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
         bool limited = tlv_get(p, n, TAG_MEMORY_BYTES, 0) || tlv_get(p, n, TAG_PIDS, 0) || tlv_get(p, n, TAG_CPU_MILLI, 0);
         unsigned in = 0;
-        bool spare = limited && !m->bare && spare_take(h, m, &in, &sock[0], &stream[0]);
-        if (!spare && (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0))
+        bool spare = !whole && limited && !m->bare && spare_take(h, m, &in, &sock[0], &stream[0]);
+        if (!whole && !spare && (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0))
             fail(&e, errno, "make socket pairs for a sandbox");
-        else if (buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0)
-            fail(&e, errno, "prepare a sandbox's settings");
-        else if (spare || (m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
-            size_t files = 0;
-            if (!spare)
+        else if (whole || spare || (m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
+            if (!whole && !spare)
                 memcpy(m->group, m->name, sizeof m->group);
-            int r = cgroups_create(h, m->group, m->pid, in, p, n, base.fds + base.n, &files, &settings, &e);
-            base.n += files;
-            if (r == 0 && msg_send(sock[0], settings.p, settings.len, base.fds, base.n) < 0)
-                fail(&e, errno, "send a sandbox its settings (%zu bytes)", settings.len);
+            m->src.fd = sock[0];
+            if (!whole)
+                equip(m, &base, in, p, n, &e);
         }
     }
-    for (size_t i = 0; i < base.n; i++)
-        close(base.fds[i]);
+    base_close(&base);
     fd_close(&sock[1]);
     fd_close(&stream[1]);
-    buf_free(&settings);
     if (!e.no) {
-        m->hub = h;
         m->create_channel = channel;
         m->stream = stream[0];
         m->next = h->members;
@@ -542,14 +569,13 @@ static int start(struct hub *h, int fd, pid_t client, struct err *e)
         (pidfd >= 0 && loop_add(&h->loop, &h->client_pid, pidfd, EPOLLIN, on_client_death, h) < 0) ||
         loop_add(&h->loop, &h->child, sig, EPOLLIN, on_child, h) < 0)
         return fail(e, errno, "prepare the hub's loop");
-    h->spare.off = h->bare_only || !cgroups_any(h);
-    spare_make(h);
+    spare_begin(h);
     return 0;
 }
 
 int hub_main(int fd, pid_t client, bool bare)
 {
-    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y", .layers.gone = disk_layer_gone, .spare.src.fd = -1, .spare.stream = -1};
+    static struct hub h = {.zygote = -1, .host = -1, .self = -1, .userns = -1, .layers.dir = "/y", .layers.gone = disk_layer_gone};
     struct err e = {0};
     h.bare_only = bare;
     prctl(PR_SET_NAME, "rls-hub");
@@ -567,7 +593,7 @@ int hub_main(int fd, pid_t client, bool bare)
         return 1;
     }
     while (!h.loop.stop) {
-        bool short_of_one = !h.spare.pid && !h.spare.off;
+        bool short_of_one = spare_missing(&h);
         int turn = loop_turn(&h.loop, h.gone || short_of_one ? GONE_MS : -1);
         if (turn < 0)
             break;

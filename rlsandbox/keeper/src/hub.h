@@ -28,18 +28,20 @@ struct gone { /* a sandbox whose last processes still die in its cgroups */
 };
 
 #define SPARE_NAME "spare."
-struct spare { /* a keeper that is in its cgroups already, for the next sandbox with limits */
+struct spare { /* a keeper that waits: in its groups, for the next sandbox with limits; or ahead, as the whole of `recipe` */
+    struct hub *hub;
     pid_t pid;
     struct src src;
     int stream;
     char group[128];
-    unsigned count;
     unsigned kinds[CG_KINDS], in; /* of groups, as bits: those it was told to join, one by one; those it is in */
-    bool ready, off;
+    bool ahead, ready, off;
 };
 
 struct hub {
-    struct spare spare;
+    struct spare spare[2];
+    unsigned spares;         /* made so far */
+    struct buf recipe, last; /* what the spare is ahead for; what the last CREATE wanted */
     struct {
         int base[CG_KINDS], dir[CG_KINDS]; /* -1: no limits of this kind */
         bool v2;
@@ -79,10 +81,16 @@ int bare_start(struct hub *h, struct err *e); /* before anything else is set up 
 pid_t zygote_fork(int zygote, int keeper_sock, int stream, struct err *e);
 int zygote_main(int sock);
 /* spare.c */
+void spare_begin(struct hub *h);
+bool spare_missing(const struct hub *h);
 void spare_make(struct hub *h);
 bool spare_take(struct hub *h, struct member *m, unsigned *in, int *sock, int *stream); /* in: the kinds of groups that it is in */
+/* One that is ahead becomes `m`, if that is what it was made for: its sockets; it answers as any other. False: it must be made. */
+bool spare_hand_over(struct hub *h, struct member *m, const uint8_t *p, size_t n, int *sock, int *stream);
+void spare_died(struct hub *h, pid_t pid);
 void spare_end(struct hub *h);
 /* hub.c */
+int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct err *e); /* in: kinds of groups that it is in */
 void groups_free(struct hub *h, const char *group);
 /* probe.c */
 void probe(struct hub *h, struct buf *b);

@@ -2,6 +2,7 @@
 #include "sandbox.h"
 #include "skip.h"
 
+#include <poll.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -143,6 +144,38 @@ static int groups_join(int hub, const int *fds, size_t n)
     return r;
 }
 
+/* Whole, but nobody's yet: until the hub tells a name. -1: nobody wants it any more, or its episode died. */
+static int await_owner(struct keeper *k, int hub, uint8_t *room, size_t cap)
+{
+    struct buf facts = {0}, b = {0};
+    standby_ask(k);
+    standby_settle(k);
+    facts_here(k, &facts); /* the first look takes the kernel longer than the next: the one that counts is still to come */
+    buf_free(&facts);
+    int r = put_str(&b, TAG_KIND, "ahead") < 0 || msg_send(hub, b.p, b.len, NULL, 0) < 0;
+    buf_free(&b);
+    if (r)
+        return -1;
+    prctl(PR_SET_NAME, "rls-ahead");
+    for (;;) {
+        struct pollfd p[] = {{k->init.fd, POLLIN, 0}, {hub, POLLIN, 0}};
+        size_t none = 0;
+        if (poll(p, COUNT_OF(p), -1) < 0 && errno != EINTR)
+            return -1;
+        if (p[0].revents)
+            k->init.fn(&k->init, EPOLLIN);
+        if (k->init.fd < 0)
+            return -1;
+        if (!p[1].revents)
+            continue;
+        ssize_t n = msg_recv(hub, room, cap, NULL, &none);
+        if (n <= 0 || tlv_str(room, (size_t)n, TAG_MEMBER, k->set.member, sizeof k->set.member) <= 0)
+            return -1;
+        prctl(PR_SET_NAME, "rls-keeper");
+        return 0;
+    }
+}
+
 int sandbox_main(int hub_fd, int client_fd)
 {
     static struct keeper k;
@@ -163,16 +196,24 @@ int sandbox_main(int hub_fd, int client_fd)
     signal(SIGPIPE, SIG_IGN);
     ssize_t n;
     char word[16];
+    bool ahead = false; /* made before anybody asked for it */
     for (;;) {
         nfds = COUNT_OF(fds);
         n = msg_recv(hub_fd, room, sizeof room, fds, &nfds);
         if (n <= 0)
             return 1;
-        if (tlv_str(room, (size_t)n, TAG_KIND, word, sizeof word) <= 0 || strcmp(word, "join"))
+        if (tlv_str(room, (size_t)n, TAG_KIND, word, sizeof word) <= 0)
             break;
-        if (groups_join(hub_fd, fds, nfds) < 0)
+        if (strcmp(word, "ahead") == 0)
+            ahead = true;
+        else if (strcmp(word, "join"))
+            break;
+        else if (groups_join(hub_fd, fds, nfds) < 0)
             return 1;
+        prctl(PR_SET_NAME, "rls-spare");
     }
+    if (!ahead)
+        prctl(PR_SET_NAME, "rls-keeper");
     struct rlimit rl;
     if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {
         rl.rlim_cur = rl.rlim_max;
@@ -205,6 +246,8 @@ int sandbox_main(int hub_fd, int client_fd)
                 snprintf(e.what + strlen(e.what), sizeof e.what - strlen(e.what), "; in mode userns: %.140s: %s", again.what, strerror(again.no));
         }
     }
+    if (ahead && !e.no && await_owner(&k, hub_fd, room, sizeof room) < 0)
+        return 1;
     if (answer_hub(&k, hub_fd, &e) < 0 || e.no)
         return 1;
     if (loop_add(&k.loop, &k.client, client_fd, EPOLLIN, on_client, &k) < 0 ||
