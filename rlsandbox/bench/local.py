@@ -132,6 +132,7 @@ def figures() -> dict[str, Figure]:
         Figure("popen", "Popen, first byte"),
         Figure("warm", "warm claim, first byte", (Goal(1.5, "popen"),)),
         Figure("cold", "cold claim, first byte", (Goal(4.0, "popen"),)),
+        Figure("first", "cold claim unlike any before"),
         Figure("popen_run", "subprocess.run"),
         Figure("command", "command", (Goal(1.5, "popen_run"),)),
         Figure("reset_clean", "reset, clean"),
@@ -167,7 +168,8 @@ def run_local(
             pool.wait_ready(4, timeout=60)
             jobs: dict[str, Callable[[], Sequence[list[float] | None]]] = {
                 "popen warm": lambda: measure.warm_first_byte(pool, samples),
-                "cold": lambda: [measure.cold_first_byte(few)],
+                "cold": lambda: [measure.cold_first_byte(few, alike=True)],
+                "first": lambda: [measure.cold_first_byte(few, alike=False)],
                 "popen_run command": lambda: measure.command(pool, samples),
                 "reset_clean": lambda: [measure.resets(pool, few, None)],
                 "reset_small": lambda: [measure.resets(pool, few, measure.SMALL_DIRT)],

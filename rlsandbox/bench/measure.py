@@ -73,14 +73,19 @@ def warm_first_byte(pool: Pool, n: int) -> Pair:
     return plain, ours
 
 
-def cold_first_byte(n: int) -> list[float]:
-    """The same where no sandbox is ready: it is made for the claim, when the one before is gone."""
+def cold_first_byte(n: int, *, alike: bool) -> list[float]:
+    """The same where no sandbox is ready: it is made for the claim, when the one before is gone.
+
+    Args:
+        alike: each wants the same of the machine as the one before, as when a pool grows; else each has
+            another limit, so that nothing can have been made ahead for it.
+    """
     times = []
     with Pool("local", size=1, max_size=n + 1, config=False) as pool:
         pool.wait_ready(1, timeout=60)
         for i in range(n):
             # a spec of its own each time, so that nothing that is ready fits
-            task = Task(id=f"cold-{i}", spec=Spec(labels={"bench": str(i)}))
+            task = Task(id=f"cold-{i}", spec=Spec(labels={"bench": str(i)}, pids=None if alike else 900 + i))
             while pool.stats().terminating:
                 time.sleep(0.001)
             time.sleep(REST_S)
