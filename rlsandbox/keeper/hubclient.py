@@ -278,6 +278,9 @@ class HubClient:
         elif frame.type in (Type.REPLY, Type.FAIL):
             fields = Fields.decode(frame.payload)
             failure = _failure(fields) if frame.type == Type.FAIL else None
+            if failure is not None and frame.channel == 0:
+                self._end(f"it cannot {failure}")  # the hub as a whole
+                return
             wants_socket = frame.channel in self._creating and failure is None
             if wants_socket and not self._sockets:
                 raise ProtocolError("a sandbox was made but its stream did not come")

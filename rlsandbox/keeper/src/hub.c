@@ -585,11 +585,11 @@ int hub_main(int fd, pid_t client, bool bare)
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     if (start(&h, fd, client, &e) < 0) {
         struct conn c;
+        fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no)); /* first: the client may kill a hub that fails */
         if (conn_init(&c, fd, on_frame, NULL) == 0) { /* channel 0: the hub as a whole cannot */
             conn_fail(&c, 0, e.no, e.what);
             conn_flush(&c);
         }
-        fprintf(stderr, "keeper hub: cannot %s: %s\n", e.what, strerror(e.no));
         return 1;
     }
     while (!h.loop.stop) {

@@ -119,6 +119,17 @@ async def test_death_ends_everything() -> None:
     await hub.aclose()
 
 
+async def test_a_hub_that_cannot_says_so_for_all() -> None:
+    hub, peer = pair()
+    task = asyncio.create_task(hub.members())
+    await peer.request()
+    await peer.say(Type.FAIL, 0, errno=28, what="make a user namespace")
+    with pytest.raises(ProvisionError, match="it cannot make a user namespace: No space left"):
+        await task
+    assert "protocol" not in str(hub.lost.result())
+    await hub.aclose()
+
+
 async def test_answers() -> None:
     hub, peer = pair()
 
