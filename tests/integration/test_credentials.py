@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import secrets
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import rlsandbox as rls
+from rlsandbox.cli import main
 from rlsandbox.hooks import Credentials, Rollout, hookimpl
 
 
@@ -169,3 +173,76 @@ async def test_a_plugin_that_issues_something_else_is_named(tmp_path: Path) -> N
         with pytest.raises(rls.errors.SandboxError, match=r"gave a dict, not rlsandbox\.hooks") as caught:
             await pool.claim(TASK)
         assert (caught.value.kind, caught.value.retryable) == ("credentials", False)
+
+
+def test_a_value_is_nowhere_on_the_host_after_a_run_that_failed_in_many_ways(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ledger, exports, reports, plots, metrics, logs of every level, and the processes that are not the episode's."""
+    env, file = f"env-{secrets.token_hex(12)}", f"file-{secrets.token_hex(12)}"
+
+    class Mine:
+        @rls.hookimpl
+        def rlsandbox_issue_credentials(self) -> rls.hooks.Credentials:
+            return rls.hooks.Credentials(id="lease", env={"TOKEN": env}, files={"/run/token": file})
+
+        @rls.hookimpl
+        def rlsandbox_revoke_credentials(self, credentials: rls.hooks.Credentials) -> None:
+            raise RuntimeError(f"cannot revoke {credentials.env['TOKEN']}")
+
+    hosts: list[str] = []
+
+    def policy(sandbox: rls.Sandbox, task: rls.Task) -> Any:
+        match task.id:
+            case "raises":
+                raise RuntimeError(f"the model saw {sandbox.run('cat /run/token; echo $TOKEN').text}")
+            case "returns":
+                return {"seen": [sandbox.run("echo $TOKEN").stdout, sandbox.read_text("/run/token")]}
+            case "fails":
+                sandbox.run("echo $TOKEN >&2; exit 3", check=True)
+            case "starts nothing":
+                sandbox.run(["no-such-program", env], check=True)
+            case "reads nothing":
+                sandbox.read_file(f"/nowhere/{env}")
+            case "times out":
+                with sandbox.popen(f"sleep 300 # {env}"):
+                    hosts.append(others())
+                sandbox.run(f"sleep 300 # {env}", timeout=0.2, check=True)
+        return None
+
+    names = ["raises", "returns", "fails", "starts nothing", "reads nothing", "times out"]
+    tasks = [rls.Task(id=name) for name in names]
+    grader = rls.Grader(command="cat /run/token > /r; echo $TOKEN >> /r", reward="file:/r")
+    tasks.append(rls.Task(id="nonsense", grader=grader))
+    caplog.set_level(logging.DEBUG)
+    with rls.Pool(size=2, config=False, run="r", ledger=tmp_path, plugins=[Mine()]) as pool:
+        report = pool.run_rollouts(tasks, policy, retries=0)
+        assert Counter(record.status for record in report.records) == {"failed": 6, "completed": 1}
+        told = [repr(report.records), repr(report.failures()), json.dumps(report.to_dict(), default=str)]
+        told += [json.dumps(pool.metrics.to_dict()), repr(pool.stats()), repr(pool)]
+        hosts.append(others())
+    assert any(
+        "[redacted TOKEN]" in (record.failure.cause if record.failure else "") for record in report.records
+    )
+    for command in (("show", "--json"), ("show",), ("report",), ("export",), ("export", "--format", "csv")):
+        assert main(["ledger", command[0], str(tmp_path / "r.db"), *command[1:]]) == 0
+    told += [*capsys.readouterr(), caplog.text]
+    told += [path.read_bytes().decode("latin-1") for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(hosts) == 2
+    for text in (*told, *hosts):
+        assert env not in text
+        assert file not in text
+
+
+def others() -> str:
+    """Command lines and environments of this process's descendants that are no episode's."""
+    own = os.readlink("/proc/self/ns/pid")
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/pid") == own:
+                found += [(process / name).read_bytes().decode("latin-1") for name in ("cmdline", "environ")]
+        except OSError:
+            continue
+    assert any("rlsandbox" in text for text in found), "neither hub nor keeper is seen"
+    return "\n".join(found)
