@@ -140,8 +140,12 @@ def build(arch: str, out: Path, *, variant: str = "release") -> Path:
 
 def build_shipped(arch: str) -> Path:
     """Compile into the package itself, beside a note of the sources it was made from."""
+    SHIPPED.mkdir(exist_ok=True)
+    SHIPPED.chmod(0o755)  # whoever may import the package may run it, whatever the installer's umask
     path = build(arch, SHIPPED / f"keeper-{arch}")
-    (SHIPPED / f"keeper-{arch}.digest").write_text(source_digest() + "\n")
+    note = SHIPPED / f"keeper-{arch}.digest"
+    note.write_text(source_digest() + "\n")
+    note.chmod(0o644)
     return path
 
 
@@ -165,8 +169,11 @@ def keeper_binary(arch: str | None = None, *, variant: str = "release") -> Path:
     if variant == "release":
         shipped = SHIPPED / f"keeper-{arch}"
         note = SHIPPED / f"keeper-{arch}.digest"
-        if shipped.exists() and note.exists() and note.read_text().strip() == digest:
-            return shipped
+        try:
+            if note.read_text().strip() == digest and os.access(shipped, os.X_OK):
+                return shipped
+        except OSError:  # there is none, or none for us
+            pass
     cached = (
         _paths.cache() / "keeper" / digest / f"keeper-{arch}{'' if variant == 'release' else '-' + variant}"
     )

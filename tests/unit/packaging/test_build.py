@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -69,6 +70,30 @@ def test_the_shipped_one_serves_while_it_fits(sources: Path, tmp_path: Path) -> 
     assert build.keeper_binary() == shipped
     (sources / "main.c").write_text("int main(void) { return 7; }\n")
     assert build.keeper_binary() != shipped
+
+
+@needs_compiler
+def test_the_shipped_one_serves_everybody_whatever_the_installers_umask(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Installed by root under 077, run by users; where it cannot be reached all the same, another is made."""
+    before = os.umask(0o077)
+    try:
+        shipped = build.build_shipped(build.machine())
+    finally:
+        os.umask(before)
+    modes = [
+        stat.S_IMODE(path.stat().st_mode)
+        for path in (shipped.parent, shipped, *shipped.parent.glob("*.digest"))
+    ]
+    assert modes == [0o755, 0o755, 0o644]
+    assert build.keeper_binary() == shipped
+
+    def refused(path: Path, *args: object, **how: object) -> str:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_text", refused)  # as root there is nothing that cannot be read
+    assert build.keeper_binary().is_relative_to(tmp_path / "cache")
 
 
 @needs_compiler
