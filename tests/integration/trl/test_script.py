@@ -21,7 +21,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
 STARTUP_S = 240.0  # importing the trainer takes most of it on a busy machine
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
+def start(place: Path, *arguments: str, script: Path = EXAMPLE) -> subprocess.Popen[str]:
     env = {
         **os.environ,
         "RLSANDBOX_HOME": str(place / "home"),
@@ -30,7 +30,7 @@ def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
         "PYTHONUNBUFFERED": "1",
     }
     return subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(EXAMPLE), *arguments],
+        [sys.executable, "-W", "ignore", str(script), *arguments],
         cwd=place, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
 
@@ -68,3 +68,11 @@ def test_a_signal_leaves_no_sandbox_and_no_open_rollout(tmp_path: Path, sign: si
     book = Report.of(reading.read([ledger]))
     assert book.requested >= 16
     assert all(log.record is not None for log in book.logs)
+
+
+def test_the_overhead_is_measured_by_turns(tmp_path: Path) -> None:
+    script = EXAMPLE.with_name("trl_overhead.py")
+    measuring = start(tmp_path, "--steps", "4", "--batch", "4", script=script)
+    said, _ = measuring.communicate(timeout=STARTUP_S)
+    assert measuring.returncode in (0, 1), said  # which of them is a matter of time
+    assert "4 steps, " in said and "the wrapping costs " in said, said

@@ -12,7 +12,11 @@ pytest.importorskip("verl", reason="verl is not installed")
 
 from verl_runs import LONGEST_S, begun, log, of, until_gone
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "verl_grpo.py"
+from rlsandbox.ledger import reading
+from rlsandbox.ledger.report import Report
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLE = EXAMPLES / "verl_grpo.py"
 
 
 def test_it_learns_and_the_log_has_the_numbers(start: Any, tmp_path: Path) -> None:
@@ -38,3 +42,13 @@ def test_a_job_that_is_ended_by_a_signal_leaves_nothing(start: Any, tmp_path: Pa
     process.send_signal(signal.SIGTERM)
     process.wait(timeout=120)
     until_gone(tmp_path, making)
+
+
+def test_the_overhead_is_measured_by_turns(start: Any, tmp_path: Path) -> None:
+    process = start(EXAMPLES / "verl_overhead.py", "--steps", "4", "--turn", "0")
+    assert process.wait(timeout=LONGEST_S) in (0, 1)  # which of them is a matter of time
+    told = (tmp_path / "out").read_text()
+    assert "4 steps, " in told and "the wrapping costs " in told, told[-4000:]
+    report = Report.of(reading.read(sorted((tmp_path / "home").glob("*.db"))))
+    # Half of the steps, and of those before: each rollout of theirs has had its sandbox.
+    assert report.completed % 16 == 0 and 16 * 2 <= report.completed == report.requested <= 16 * 8
