@@ -18,7 +18,7 @@ from rlsandbox.ledger import reading
 from rlsandbox.ledger.report import Report
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "trl_grpo.py"
-STARTUP_S = 240.0  # importing the trainer takes most of it on a busy machine
+STARTUP_S = 600.0  # importing the trainer takes most of it on a busy machine
 
 
 def start(place: Path, *arguments: str, script: Path = EXAMPLE) -> subprocess.Popen[str]:
