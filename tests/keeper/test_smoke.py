@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import select
 import signal
 import time
 from collections.abc import Collection
@@ -152,9 +153,14 @@ def test_more_about_files(keeper: Keeper) -> None:
 
 
 def initial(hub: Hub) -> list[int]:
-    """First processes of episodes of all sandboxes."""
+    """First processes of episodes of all sandboxes, the oldest first (pids wrap)."""
     keepers = ",".join(os.popen(f"pgrep -P {hub.process.pid} rls-keeper").read().split())
-    return [int(p) for p in os.popen(f"pgrep -P {keepers} rls-init").read().split()]
+    found = []
+    for pid in map(int, os.popen(f"pgrep -P {keepers} rls-init").read().split()):
+        with contextlib.suppress(OSError):
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            found.append((int(stat[19]), pid))
+    return [pid for _, pid in sorted(found)]
 
 
 def test_an_episode_made_ahead_that_died(hub: Hub) -> None:
@@ -170,13 +176,37 @@ def test_an_episode_made_ahead_that_died(hub: Hub) -> None:
             time.sleep(0.01)
         assert len(inits) == 2
         if how == 9:
-            os.kill(max(inits), 9)
+            os.kill(inits[-1], 9)
             time.sleep(0.1)
         keeper.reset()
         assert keeper.sh("ls /tmp").stdout == b""
     time.sleep(0.1)
     keeper.reset()
     assert len(initial(hub)) <= 2
+
+
+def test_an_init_that_is_killed_while_it_starts_is_replaced(hub: Hub) -> None:
+    """As by the machine's out-of-memory killer."""
+    keeper = hub.create()
+    pid = Path(f"/proc/{initial(hub)[0]}/stat").read_text().rpartition(")")[2].split()[1]
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    if not children.exists():
+        pytest.skip("the kernel does not tell a process's children")
+    killed = 0
+    for number in range(10):
+        before = set(children.read_text().split())
+        channel = keeper.request(Op.SEAL, (Tag.LAYER, f"s{number}"), (Tag.FLAGS, 1))
+        while not select.select([keeper.sock], [], [], 0)[0]:
+            new = set(children.read_text().split()) - before
+            if new:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(new.pop()), 9)
+                    killed += 1
+                break
+        keeper.reply(channel)  # whether it was ready by then or not
+        keeper.reset()
+        assert keeper.sh("echo on").stdout == b"on\n"
+    assert killed > 2
 
 
 def switches(hub: Hub) -> int:

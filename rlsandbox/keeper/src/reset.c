@@ -31,6 +31,17 @@ static int map_ids(const struct keeper *k, pid_t pid, struct err *e)
     return 0;
 }
 
+/* Without a word: the machine's out-of-memory killer, or somebody who may. */
+static int died(pid_t pid, struct err *e)
+{
+    siginfo_t si = {0};
+    while (waitid(P_PID, (id_t)pid, &si, WEXITED | WNOWAIT) < 0 && errno == EINTR)
+        ;
+    if (si.si_code == CLD_EXITED)
+        return fail(e, ESRCH, "start the episode's init: it ended with status %d", si.si_status);
+    return fail(e, ESRCH, "start the episode's init: signal %d ended it", si.si_status);
+}
+
 static int await_ready(struct keeper *k, int sock, struct err *e)
 {
     static struct emsg m;
@@ -45,8 +56,10 @@ static int await_ready(struct keeper *k, int sock, struct err *e)
     if (r == 0)
         return fail(e, ETIMEDOUT, "wait for the episode's init");
     ssize_t got = msg_recv(sock, &m, sizeof m, fds, &n);
+    if (got == 0 || (got < 0 && errno == ECONNRESET)) /* the latter: with our word unread */
+        return died(k->init_pid, e);
     if (got < (ssize_t)EMSG_HEAD)
-        return fail(e, got < 0 ? errno : ESRCH, "start the episode's init: it died");
+        return fail(e, got < 0 ? errno : EPROTO, "hear from the episode's init");
     if (m.kind == E_VIEW_FAILED) {
         m.what[sizeof m.what - 1] = 0;
         return fail(e, m.status, "%s", m.what);
@@ -142,7 +155,7 @@ void episode_kill(struct keeper *k)
     fd_close(&k->mnt_fd);
 }
 
-/* Upper layer, namespaces, ids: what it takes until the init of an episode goes on by itself. */
+/* Upper layer, namespaces, ids: what it takes until the init of an episode goes on by itself. -2: there was one already. */
 static int begin(struct keeper *k, pid_t *pid, int *sock, struct err *e)
 {
     int sv[2];
@@ -172,7 +185,7 @@ static int begin(struct keeper *k, pid_t *pid, int *sock, struct err *e)
         kill(*pid, SIGKILL);
         reap(*pid);
     }
-    return -1;
+    return *pid > 0 ? -2 : -1;
 }
 
 /* The init that was begun becomes the episode's, once it is ready. */
@@ -255,7 +268,18 @@ int episode_start(struct keeper *k, struct err *e)
     }
     next_drop(k);
     k->generation = ++k->generations;
-    return begin(k, &pid, &sock, e) < 0 ? -1 : adopt(k, pid, sock, e);
+    struct err first = {0};
+    int r = begin(k, &pid, &sock, &first);
+    if (r == 0 && adopt(k, pid, sock, &first) == 0)
+        return 0;
+    if ((r == -2 || first.no == ESRCH) && !k->set.bare) { /* perhaps somebody ended it: another one, once */
+        struct err ignored = {0};
+        upper_forget(k, k->generation, false);
+        k->generation = ++k->generations;
+        if (begin(k, &pid, &sock, &ignored) == 0 && adopt(k, pid, sock, &ignored) == 0)
+            return 0;
+    }
+    return fail(e, first.no, "%s", first.what);
 }
 
 /* What a reset leaves to be done when nobody waits. */
