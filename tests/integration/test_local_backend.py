@@ -464,21 +464,35 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.parametrize("ids", ["range", "one"])
-def test_as_an_ordinary_user(ids: str) -> None:
+HIDDEN = 'mount --bind /dev/null "$(command -v {})"; '
+WAYS = {
+    "range": ("range", "", None),
+    "range, found without PATH": ("range", "", "/nowhere"),
+    "no range": ("one", "mount --bind /dev/null /etc/subuid; ", None),
+    # (a mount in /usr/bin besides, which is bound as it is then)
+    "no newuidmap": ("one", HIDDEN.format("newuidmap"), None),
+    "no newgidmap": ("one", HIDDEN.format("newgidmap"), None),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_an_ordinary_user(way: str) -> None:
     from tests.support import make_image
     from tests.support.ordinary import USER, make_ordinary
 
+    ids, hide, path = WAYS[way]
     if make_image.busybox() is None:
         pytest.skip(make_image.NO_BUSYBOX)
     has_range = any(line.startswith(f"{USER}:") for line in Path("/etc/subuid").read_text().splitlines())
-    if ids == "range" and (shutil.which("newuidmap") is None or not has_range):
+    if way != "no range" and (shutil.which("newuidmap") is None or not has_range):
         pytest.skip("newuidmap (package uidmap) or the user's range in /etc/subuid is missing")
     layers = [make_image.busybox_layer(), make_image.many_files_layer(300), make_image.changes_layer()]
-    hidden = ("unshare", "-m", "sh", "-c", 'mount --bind /dev/null /etc/subuid; exec "$@"', "sh")
+    through = (
+        (shutil.which("unshare") or "unshare", "-m", "sh", "-c", hide + 'exec "$@"', "sh") if hide else ()
+    )
     with make_ordinary() as ordinary:
         image = make_image.oci_layout(ordinary.place / "image", layers)
-        done = ordinary.run("-c", AS_USER, str(image), through=hidden if ids == "one" else ())
+        done = ordinary.run("-c", AS_USER, str(image), path=path, through=through)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert found["ids"] == ids
@@ -490,3 +504,43 @@ def test_as_an_ordinary_user(ids: str) -> None:
         assert found["agent"] == "agent\nagent"
     else:
         assert found["owners"] == "0:0\n0:0\n0:0"
+
+
+MOUNTS = """
+import asyncio, json, time
+from rlsandbox.backends.local import Local
+from rlsandbox.spec import Spec
+from tests.support.inside import inside
+async def main():
+    backend = Local()
+    try:
+        async with inside(backend, Spec()) as box:
+            said = await box.out("cat /usr/local/mark; ls /usr/bin/env; touch /usr/share/x /usr/local/y && echo wrote")
+            refused = (await box.sh("touch /usr/bin/x"))[1]
+            await box.client.reset()
+            left = await box.out("ls -d /usr/share/x /usr/local/y 2>/dev/null || echo clean")
+            print(json.dumps([box.member.facts["reset_mode"], box.member.facts.get("read_only"), said, refused, left]))
+    finally:
+        await backend.close()
+asyncio.run(main())
+"""
+
+
+def test_usr_with_mounts_in_it() -> None:
+    """A disk of its own for /usr/local, and single files as container runtimes mount drivers into /usr/bin."""
+    from tests.support.ordinary import make_ordinary
+
+    script = (
+        "mount -t tmpfs none /usr/local; echo local > /usr/local/mark; mount --bind /bin/true /usr/bin/env; "
+        'exec "$@"'
+    )
+    with make_ordinary() as ordinary:
+        through = (shutil.which("unshare") or "unshare", "-m", "sh", "-c", script, "sh")
+        done = ordinary.run("-c", MOUNTS, through=through)
+    assert done.returncode == 0, done.stdout + done.stderr
+    mode, read_only, said, refused, left = json.loads(done.stdout)
+    assert mode == "userns"
+    assert read_only.split(":") == ["/usr/bin"]
+    assert said.split() == ["local", "/usr/bin/env", "wrote"]
+    assert "Read-only file system" in refused
+    assert left == "clean"

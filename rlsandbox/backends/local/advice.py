@@ -82,6 +82,10 @@ def advice(said: str) -> str:
         return (
             "set RLSANDBOX_CACHE to a directory on a local disk (ext4, xfs, btrfs): this one cannot map ids"
         )
+    if "newgidmap" in text:
+        return (
+            "chmod u+s /usr/bin/newuidmap /usr/bin/newgidmap, or install them again (Debian: package uidmap)"
+        )
     forbidden = any(os.strerror(code).lower() in text for code in (errno.EPERM, errno.EACCES, errno.ENOSPC))
     if not forbidden:
         return ""

@@ -14,6 +14,7 @@ import shutil
 from dataclasses import dataclass
 
 SIZE = 65536
+_TOOLS = "/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin"  # as in keeper/src/ids.c
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ def detect() -> IdMap:
         return IdMap("real")
     name = _name(uid)
     ranges = [_subordinate(path, name, uid) for path in ("/etc/subuid", "/etc/subgid")]
-    if all(ranges) and shutil.which("newuidmap") and shutil.which("newgidmap"):
+    if all(ranges) and tool("newuidmap") and tool("newgidmap"):
         (ustart, ucount), (gstart, gcount) = (found for found in ranges if found is not None)
         return IdMap("range", ((0, uid, 1), (1, ustart, ucount)), ((0, gid, 1), (1, gstart, gcount)))
     return IdMap("one", ((0, uid, 1),), ((0, gid, 1),))
+
+
+def tool(name: str) -> str | None:
+    """Where the mapping program *name* is: not by PATH, so that the keeper's hub and we find the same."""
+    return shutil.which(name, path=_TOOLS)
 
 
 def chosen(told: str) -> IdMap:

@@ -7,7 +7,9 @@ several images) or a registry reference, which ``skopeo`` pulls where it is inst
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -113,14 +115,15 @@ class Images:
             )
         _paths.private_directory(layout.parent)
         half = layout.with_name(f"{layout.name}.{os.getpid()}.{os.urandom(4).hex()}")
+        # With a digest the tag says nothing, and skopeo refuses both.
+        source = f"docker://{re.sub(r':[^:/@]+@', '@', reference)}"
         process = await asyncio.create_subprocess_exec(
-            skopeo, "copy", "--quiet", f"docker://{reference}", f"oci:{half}:image", stdout=PIPE, stderr=PIPE
+            skopeo, "copy", "--quiet", source, f"oci:{half}:image", stdout=PIPE, stderr=PIPE
         )
         try:
             _, said = await process.communicate()
             if process.returncode != 0:
-                lines = said.decode(errors="replace").strip().splitlines()
-                raise ImageError(f"skopeo could not pull {reference!r}: {lines[-1] if lines else 'no word'}")
+                raise ImageError(f"skopeo could not pull {reference!r}: {_last_word(said)}")
             try:
                 half.rename(layout)
             except OSError:  # somebody else was faster
@@ -132,6 +135,17 @@ class Images:
             await worker.ended(process)
             shutil.rmtree(half, ignore_errors=True)
         return layout
+
+
+def _last_word(said: bytes) -> str:
+    """What a program said last, without what its logger puts around it."""
+    lines = said.decode(errors="replace").strip().splitlines()
+    if not lines:
+        return "no word"
+    logged = re.search(r'msg=("(?:[^"\\]|\\.)*")', lines[-1])
+    with contextlib.suppress(ValueError):
+        return str(json.loads(logged[1])) if logged else lines[-1]
+    return lines[-1]
 
 
 def _state(path: Path) -> object:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import ImageError, ProvisionError, SandboxError, UnsupportedError
 from .ids import IdMap
+from .ids import tool as ids_tool
 
 _ERRORS: dict[str, type[SandboxError]] = {"image": ImageError, "provision": ProvisionError}
 
@@ -103,7 +104,9 @@ async def ended(process: Process) -> None:
 async def _map(pid: int, ids: IdMap) -> None:
     for tool, ranges in (("newuidmap", ids.uids), ("newgidmap", ids.gids)):
         numbers = [str(number) for triple in ranges for number in triple]
-        process = await asyncio.create_subprocess_exec(tool, str(pid), *numbers, stdout=PIPE, stderr=PIPE)
+        process = await asyncio.create_subprocess_exec(
+            ids_tool(tool) or tool, str(pid), *numbers, stdout=PIPE, stderr=PIPE
+        )
         try:
             _, said = await process.communicate()
         finally:

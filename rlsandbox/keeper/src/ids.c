@@ -181,7 +181,17 @@ static int as_root(struct hub *h, struct err *e)
     return h->userns < 0 ? -1 : 0;
 }
 
-static bool mapper(const char *program, pid_t pid, unsigned long self, unsigned long start)
+/* Where a program of that name is; the same directories as in backends/local/ids.py. */
+static bool tool(const char *program, char *path, size_t cap)
+{
+    static const char *const dirs[] = {"/usr/bin", "/bin", "/usr/sbin", "/sbin", "/usr/local/bin"};
+    for (size_t i = 0; i < COUNT_OF(dirs); i++)
+        if (path_join(path, cap, "%s/%s", dirs[i], program) == 0 && access(path, X_OK) == 0)
+            return true;
+    return false;
+}
+
+static bool mapper(char *path, pid_t pid, unsigned long self, unsigned long start)
 {
     char p[16], s[24], b[24];
     path_join(p, sizeof p, "%d", (int)pid);
@@ -189,12 +199,12 @@ static bool mapper(const char *program, pid_t pid, unsigned long self, unsigned 
     path_join(b, sizeof b, "%lu", start);
     pid_t c = fork();
     if (c == 0) {
-        char *argv[] = {(char *)(uintptr_t)program, p, "0", s, "1", "1", b, "65535", NULL};
+        char *argv[] = {path, p, "0", s, "1", "1", b, "65535", NULL};
         char *env[] = {"PATH=/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin", NULL};
         int null = open("/dev/null", O_RDWR);
         dup2(null, 1);
         dup2(null, 2);
-        execvpe(program, argv, env);
+        execve(path, argv, env);
         _exit(127);
     }
     int status = -1;
@@ -204,11 +214,13 @@ static bool mapper(const char *program, pid_t pid, unsigned long self, unsigned 
     return c > 0 && status == 0;
 }
 
+enum { HALF = 2 }; /* ids of users are mapped, those of groups could not be */
+
 static int as_user(struct hub *h, struct err *e)
 {
     uid_t uid = geteuid();
     gid_t gid = getegid();
-    char name[128], map[64], umap[512], gmap[512];
+    char name[128], map[64], umap[512], gmap[512], newuidmap[64], newgidmap[64];
     bool root = uid == 0 && own_ids("uid_map", umap, sizeof umap) >= RANGE && own_ids("gid_map", gmap, sizeof gmap) >= RANGE;
     unsigned long nu = RANGE - 1, ng = RANGE - 1;
     const char *who = user_name(name, sizeof name, uid);
@@ -227,8 +239,10 @@ static int as_user(struct hub *h, struct err *e)
             struct err none = {0};
             if (root) /* of a container: all ids are its own already */
                 c = map_ids(self, "uid_map", umap, &none) == 0 && map_ids(self, "gid_map", gmap, &none) == 0;
+            else if (us && gs && tool("newuidmap", newuidmap, sizeof newuidmap) && tool("newgidmap", newgidmap, sizeof newgidmap) && mapper(newuidmap, self, uid, us))
+                c = mapper(newgidmap, self, gid, gs) ? 1 : HALF;
             else
-                c = us && gs && mapper("newuidmap", self, uid, us) && mapper("newgidmap", self, gid, gs);
+                c = 0;
             (void)!write(answer[1], &c, 1);
         }
         _exit(0);
@@ -248,6 +262,8 @@ static int as_user(struct hub *h, struct err *e)
     if (r < 0)
         return -1;
     strcpy(h->ids, "range");
+    if (c == HALF)
+        return fail(e, EPERM, "map group ids by newgidmap, as newuidmap did with user ids (both must be setuid root)");
     if (!c) {
         strcpy(h->ids, "one");
         (void)!write_file("/proc/self/setgroups", "deny");

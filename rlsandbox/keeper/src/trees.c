@@ -213,7 +213,8 @@ int copy_meta(int from_fd, int to_fd, const struct stat *st)
 {
     static char names[XATTR_ROOM], value[XATTR_ROOM];
     struct timespec t[2] = {st->st_atim, st->st_mtim};
-    if (fchown(to_fd, st->st_uid, st->st_gid) < 0 || fchmod(to_fd, st->st_mode & 07777) < 0)
+    /* EINVAL: with one id only, what is another's cannot be */
+    if ((fchown(to_fd, st->st_uid, st->st_gid) < 0 && errno != EINVAL) || fchmod(to_fd, st->st_mode & 07777) < 0)
         return -1;
     ssize_t n = flistxattr(from_fd, names, sizeof names);
     for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
@@ -320,7 +321,7 @@ int copy_tree(int from, const char *name, int to, const char *to_name, int depth
     } else if (mknodat(to, to_name, st.st_mode, st.st_rdev) < 0)
         return -1;
     struct timespec t[2] = {st.st_atim, st.st_mtim};
-    if (fchownat(to, to_name, st.st_uid, st.st_gid, AT_SYMLINK_NOFOLLOW) < 0)
+    if (fchownat(to, to_name, st.st_uid, st.st_gid, AT_SYMLINK_NOFOLLOW) < 0 && errno != EINVAL)
         return -1;
     return utimensat(to, to_name, t, AT_SYMLINK_NOFOLLOW);
 }

@@ -1,6 +1,7 @@
 /* Mode `userns`: where no overlay of the whole root can be made (it contains mounts: an ordinary pod), each top directory gets
- * an overlay of its own. A directory that contains a mount itself is built again on a tmpfs: plain files and small trees are
- * copied, larger ones get overlays; a mount in it is bound read-only. Done once, when the keeper starts. */
+ * an overlay of its own. A directory that contains a mount itself (also one that was given as an overlay: /usr on a machine whose
+ * /usr/local is a disk of its own) is built again on a tmpfs: plain files and small trees are copied, larger ones get overlays;
+ * one with too much plain content to be copied is bound as it is, read-only, and told. Done once, when the keeper starts. */
 #include <dirent.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -139,6 +140,43 @@ static int own_overlay(struct keeper *k, const struct parts *p, const char *targ
     return 0;
 }
 
+/* The files that lie in the directory itself are more than a copy should take. */
+static bool heavy(int dir)
+{
+    int fd = openat(dir, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    struct dirent *x;
+    struct stat st;
+    uint64_t bytes = 0;
+    size_t entries = 0;
+    while (d && (x = readdir(d)))
+        if (fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) == 0 && !S_ISDIR(st.st_mode)) {
+            entries++;
+            bytes += S_ISREG(st.st_mode) ? (uint64_t)st.st_size : 0;
+        }
+    if (d)
+        closedir(d);
+    else
+        fd_close(&fd);
+    return entries > SMALL_ENTRIES || bytes > SMALL_BYTES;
+}
+
+/* All of it, with the mounts in it. */
+static bool bind_whole(struct keeper *k, int from, const char *target)
+{
+    struct bind *b = &k->set.bind[k->set.binds];
+    struct k_mount_attr a = {.attr_set = K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV};
+    struct err ignored = {0};
+    char path[64];
+    int at = k->set.binds < MAX_BINDS && path_join(b->target, sizeof b->target, "%s", target) == 0 ? attach(k, from, K_AT_RECURSIVE, &ignored) : -1;
+    if (at < 0 || path_join(path, sizeof path, "/k/l/%d", at) < 0 || k_mount_setattr(AT_FDCWD, path, K_AT_RECURSIVE, &a) < 0)
+        return false;
+    b->lower = (unsigned)at;
+    b->file = false;
+    k->set.binds++;
+    return true;
+}
+
 /* volumes by which the keeper came into a container */
 static bool keepers_own(const char *target)
 {
@@ -212,6 +250,8 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
     else
         r = own_overlay(k, &sub, target, e);
     int made = r < 0 ? -1 : open_dir(seed, name);
+    if (r == 1 && depth && sub.n == 1 && heavy(sub.fd[0]) && bind_whole(k, sub.fd[0], target))
+        r = 0;
     if (r == 1) /* a mount in it, or no room for one more overlay */
         r = depth < DEPTH ? rebuild(k, &sub, made, target, given, depth + 1, e) : fail(e, E2BIG, "build the view from parts: %s has mounts too deep in it", target);
     if (r == 0 && made >= 0 && (fchown(made, top.st_uid > 65535 ? 0 : top.st_uid, top.st_gid > 65535 ? 0 : top.st_gid) < 0 || fchmod(made, top.st_mode & 07777) < 0)) {
@@ -249,8 +289,64 @@ static int by_depth(const void *a, const void *b)
     return nx != ny ? nx - ny : strcmp(x->target, y->target);
 }
 
+/* Is there a mount in it? Tried by doing it. */
+static bool mountable(const struct overlay *o)
+{
+    char lower[64];
+    for (unsigned i = 0; i < o->n; i++) {
+        path_join(lower, sizeof lower, "lowerdir=/k/l/%u:/k/empty,userxattr", o->first + i);
+        if (mount("rls", "/k/m", "overlay", MS_RDONLY, lower) < 0)
+            return false;
+        umount2("/k/m", MNT_DETACH);
+    }
+    return true;
+}
+
+/* A top directory that was given as an overlay and cannot be one. 1: it can. */
+static int rebuild_given(struct keeper *k, unsigned i, int seed, unsigned given, struct err *e)
+{
+    struct parts p = {.n = 0};
+    char path[64], target[TARGET_MAX];
+    struct stat top;
+    strcpy(target, k->set.overlay[i].target);
+    if (mountable(&k->set.overlay[i]) || strrchr(target, '/') != target)
+        return 1;
+    int r = 0, made = open_dir(seed, target + 1);
+    for (unsigned j = 0; j < k->set.overlay[i].n && r == 0; j++) {
+        path_join(path, sizeof path, "/k/l/%u", k->set.overlay[i].first + j);
+        int fd = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        if (fd < 0)
+            r = -1;
+        else
+            p.fd[p.n++] = fd;
+    }
+    if (made < 0 || r < 0 || !p.n || fstat(p.fd[0], &top) < 0)
+        r = fail(e, errno, "open %s of the base", target);
+    else
+        r = rebuild(k, &p, made, target, given, 1, e);
+    if (r == 0 && fchmod(made, top.st_mode & 07777) < 0)
+        r = fail(e, errno, "set the mode of %s", target);
+    fd_close(&made);
+    parts_close(&p);
+    return r;
+}
+
+/* What was bound as it is, as a fact. */
+static int tell(struct keeper *k, unsigned first, struct err *e)
+{
+    struct buf b = {0};
+    int r = 0;
+    for (unsigned i = first; i < k->set.binds && r == 0; i++)
+        r = buf_add(&b, i == first ? "read_only=" : ":", i == first ? 10 : 1) < 0 || buf_add(&b, k->set.bind[i].target, strlen(k->set.bind[i].target)) < 0;
+    if (r || (b.len && put_bytes(&k->facts, TAG_FACT, b.p, b.len) < 0))
+        r = fail(e, ENOMEM, "tell what is read-only");
+    buf_free(&b);
+    return r;
+}
+
 int userns_plan(struct keeper *k, struct err *e)
 {
+    unsigned binds = k->set.binds;
     struct parts root = {.n = 0};
     struct overlay *o = &k->set.overlay[0];
     unsigned given = k->set.overlays;
@@ -272,6 +368,15 @@ int userns_plan(struct keeper *k, struct err *e)
     struct stat st;
     if (r == 0)
         r = rebuild(k, &root, seed, "", given, 0, e);
+    bool gone[MAX_OVERLAYS] = {false};
+    for (unsigned i = 1; i < given && r >= 0; i++)
+        gone[i] = (r = rebuild_given(k, i, seed, given, e)) == 0;
+    r = r < 0 ? -1 : 0;
+    unsigned left = 1;
+    for (unsigned i = 1; i < k->set.overlays; i++)
+        if (!gone[i])
+            k->set.overlay[left++] = k->set.overlay[i];
+    k->set.overlays = left;
     if (r == 0 && root.n && fstat(root.fd[0], &st) == 0 && fchmod(seed, st.st_mode & 07777) < 0)
         r = fail(e, errno, "set the mode of the view's root");
     if (r == 0) {
@@ -283,6 +388,8 @@ int userns_plan(struct keeper *k, struct err *e)
             o->n = 1;
         }
     }
+    if (r == 0)
+        r = tell(k, binds, e);
     qsort(k->set.overlay + 1, k->set.overlays - 1, sizeof *o, by_depth); /* what lies in another one is mounted after it */
     fd_close(&seed);
     parts_close(&root);
