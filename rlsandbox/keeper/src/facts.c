@@ -299,7 +299,9 @@ static void cgroups(struct worker *w, int dir)
 static void mounts(struct worker *w, int dir)
 {
     static char text[512 << 10];
-    char *save = NULL;
+    char *save = NULL, shm[32];
+    path_join(shm, sizeof shm, "/%u/shm", w->k->generation);
+    size_t shm_len = strlen(shm);
     if (read_file_at(dir, "mountinfo", text, sizeof text) <= 0)
         return;
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
@@ -316,7 +318,10 @@ static void mounts(struct worker *w, int dir)
         field_s(w, f[4]);
         field_s(w, f[dash + 1]);
         field_s(w, f[5]);
-        field_s(w, f[3]);
+        /* of this episode's upper layer on a disk: told as of one on a tmpfs, without the number, which no other one has */
+        size_t len = strlen(f[3]);
+        bool own = w->k->set.disk && strcmp(f[4], "/dev/shm") == 0 && len > shm_len && strcmp(f[3] + len - shm_len, shm) == 0;
+        field_s(w, own ? "/shm" : f[3]);
         field_s(w, dash > 6 ? f[6] : "-");
         fact_end(w);
     }
