@@ -10,14 +10,17 @@ import io
 import json
 import os
 import shutil
+import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rlsandbox.backends.local import Local
+from rlsandbox.backends.local import image as image_module
 from rlsandbox.backends.local.ids import detect
 from rlsandbox.backends.local.image import Images
 from rlsandbox.errors import ImageError
@@ -313,7 +316,21 @@ async def test_skopeo_pulls_once(images: Images, monkeypatch: pytest.MonkeyPatch
     assert (tmp_path / "calls").read_text().count("docker://registry.test/group/name:1.2") == 1
     with pytest.raises(ImageError, match=r"skopeo could not pull 'broken:1': manifest unknown"):
         await images.get("broken:1")
-    assert len(list((tmp_path / "cache/pulls").iterdir())) == 1
+    (pulled,) = (tmp_path / "cache/pulls").iterdir()
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    killed = [pulled.with_name(f"{pulled.name}.{pid}.aa") for pid in (dead.pid, os.getpid())]
+    young = pulled.with_name(f"{pulled.name}.{dead.pid}.bb")
+    long_ago = time.time() - 2 * image_module.STALE_S
+    for half in (*killed, young):
+        (half / "blobs/sha256").mkdir(parents=True)
+        for place in (half / "blobs/sha256", half / "blobs", half):
+            os.utime(place, (long_ago, long_ago))
+    (young / "blobs/sha256/x").write_text("just now")
+    shutil.rmtree(pulled)
+    fresh = Images(detect(), tmp_path / "cache")
+    await fresh.get("registry.test/group/name:1.2")
+    assert {path.name for path in pulled.parent.iterdir()} == {pulled.name, killed[1].name, young.name}
 
 
 # Several at once, and half-way
@@ -368,6 +385,7 @@ def ordinary() -> Iterator[Ordinary]:
 UNPACK = """
 import asyncio, json, os, sys
 from pathlib import Path
+from rlsandbox.backends.local import image as image_module
 from rlsandbox.backends.local.ids import detect
 from rlsandbox.backends.local.image import Images
 from rlsandbox.backends.local import worker

@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from .ids import IdMap
 _REFERENCE = re.compile(
     r"[a-z0-9]+(?:[._-][a-z0-9]+)*(?::[0-9]+)?(?:/[a-zA-Z0-9._-]+)*(?::[\w.-]+)?(?:@sha256:[0-9a-f]{64})?"
 )
+STALE_S = 3600.0
 _ARCHIVE = (".tar", ".tgz", ".tar.gz", ".tar.zst", ".tar.xz", ".tar.bz2", ".oci")
 
 
@@ -114,6 +116,7 @@ class Images:
                 hint="install skopeo, or give the path of a saved image (docker save -o image.tar NAME)",
             )
         _paths.private_directory(layout.parent)
+        await asyncio.to_thread(_remove_halves, layout)
         half = layout.with_name(f"{layout.name}.{os.getpid()}.{os.urandom(4).hex()}")
         # With a digest the tag says nothing, and skopeo refuses both.
         source = f"docker://{re.sub(r':[^:/@]+@', '@', reference)}"
@@ -146,6 +149,20 @@ def _last_word(said: bytes) -> str:
     with contextlib.suppress(ValueError):
         return str(json.loads(logged[1])) if logged else lines[-1]
     return lines[-1]
+
+
+def _remove_halves(layout: Path) -> None:
+    """What pulls of *layout* left whose process was killed: not here, and long without a write.
+
+    (A cache may be shared with another container, whose processes are not seen.)
+    """
+    for half in layout.parent.glob(f"{layout.name}.*.*"):
+        if os.path.exists(f"/proc/{half.name.split('.')[1]}"):
+            continue
+        with contextlib.suppress(OSError):
+            places = [half, *(half / "blobs").glob("**/*")]
+            if time.time() - max(place.stat().st_mtime for place in places) > STALE_S:
+                shutil.rmtree(half)
 
 
 def _state(path: Path) -> object:
