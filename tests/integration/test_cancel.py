@@ -120,14 +120,17 @@ def descriptors() -> set[str]:
     return found
 
 
+AHEAD = ("rls-standby", "rls-spare", "rls-ahead")
+
+
 def below(pid: int) -> list[int]:
     """Every process under *pid* but the keepers' own that are made ahead: for the next command, the next sandbox."""
     found = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in (task / "children").read_text().split():
-                ahead = Path(f"/proc/{child}/comm").read_text().strip() == "rls-standby"
-                found += [*([] if ahead else [int(child)]), *below(int(child))]
+                if Path(f"/proc/{child}/comm").read_text().strip() not in AHEAD:
+                    found += [int(child), *below(int(child))]
     return found
 
 
