@@ -27,6 +27,8 @@ from typing import Any
 CLONE_NEWNS = 0x00020000
 MS_BIND, MS_REC, MS_PRIVATE, MS_SHARED = 0x1000, 0x4000, 0x40000, 0x100000
 
+RESTARTS = 5
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,6 +51,9 @@ class Supervisor:
         self.listeners = listeners  # of the starter's network: kept open, so that a door keeps its port
         self.parts: dict[str, dict[str, Any]] = {}
         self.nodes: dict[str, int] = {}
+        self.how: dict[str, dict[str, Any]] = {}
+        """How each part is started again that ends by itself, as a kubelet does it elsewhere."""
+        self._again: set[str] = set()
 
     def serve(self) -> None:
         wake, wake_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -84,6 +89,14 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Everything orphaned in this pid namespace becomes our child."""
+        self._collect()
+        for name in list(self._again):
+            self._again.discard(name)
+            part = self.parts[name]
+            if not part["pid"] and not part["asked"] and part["starts"] <= RESTARTS:
+                self.do_start(**self.how[name])
+
+    def _collect(self) -> None:
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -94,6 +107,7 @@ class Supervisor:
             for part in self.parts.values():
                 if part["pid"] == pid:
                     part |= {"pid": 0, "code": os.waitstatus_to_exitcode(status)}
+                    self._again.update(name for name in self.parts if self.parts[name] is part)
 
     # -- requests
 
@@ -105,6 +119,7 @@ class Supervisor:
         self._reap()
         if not self.parts[name]["pid"]:
             raise ProcessLookupError(f"{name} does not run")
+        self.parts[name]["asked"] |= signal in (9, 15)
         os.kill(self.parts[name]["pid"], signal)
 
     def do_start(
@@ -115,7 +130,7 @@ class Supervisor:
         node: str | None = None,
         fds: Sequence[int] = (),
     ) -> int:
-        self._reap()
+        self._collect()
         before = self.parts.get(name, {"pid": 0, "starts": 0})
         if before["pid"]:
             raise FileExistsError(f"{name} runs already")
@@ -130,6 +145,8 @@ class Supervisor:
             finally:
                 os._exit(127)
         self.parts[name] = {"pid": pid, "code": None, "starts": before["starts"] + 1, "node": node}
+        self.parts[name]["asked"] = False
+        self.how[name] = {"name": name, "argv": argv, "env": env, "node": node, "fds": fds}
         return pid
 
     def _become(
