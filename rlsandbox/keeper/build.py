@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 SOURCE = Path(__file__).resolve().parent / "src"
 SHIPPED = Path(__file__).resolve().parent / "bin"
@@ -30,7 +31,8 @@ _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-fno-strict-aliasing")
 _RELEASE = ("-Os", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
-VARIANTS: dict[str, tuple[str, ...]] = {
+Variant = Literal["release", "skip", "asan"]
+VARIANTS: dict[Variant, tuple[str, ...]] = {
     "release": _RELEASE,
     # Leaves out the reset step that RLS_SKIP names: verification's own tests must then find the residue.
     "skip": (*_RELEASE, "-DRLS_SKIP"),
@@ -107,7 +109,7 @@ def find_compiler(arch: str, *, static: bool = True) -> list[str] | None:
     return None
 
 
-def build(arch: str, out: Path, *, variant: str = "release") -> Path:
+def build(arch: str, out: Path, *, variant: Variant = "release") -> Path:
     """Compile the keeper for *arch* into the file *out*, which appears whole or not at all.
 
     Raises:
@@ -149,7 +151,7 @@ def build_shipped(arch: str) -> Path:
     return path
 
 
-def keeper_binary(arch: str | None = None, *, variant: str = "release") -> Path:
+def keeper_binary(arch: str | None = None, *, variant: Variant = "release") -> Path:
     """A keeper program for *arch* (the machine's own), built from exactly the sources that lie here.
 
     The one that came with the package when it fits; else one from the cache; else it is compiled into the
@@ -198,4 +200,4 @@ def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 if __name__ == "__main__":
-    print(*_FLAGS, *VARIANTS[sys.argv[1]])
+    print(*_FLAGS, *{str(name): flags for name, flags in VARIANTS.items()}[sys.argv[1]])

@@ -192,7 +192,7 @@ async def _keeper(api: Api) -> str:
     from ...keeper.build import keeper_binary, machine
     from .manifests import keeper_config_map
 
-    body: dict[str, Any] = keeper_config_map(keeper_binary(machine(), variant="small"), machine())
+    body: dict[str, Any] = keeper_config_map(keeper_binary(machine()), machine())
     await api.create(Paths(api.namespace).config_maps, body)
     return str(body["metadata"]["name"])
 

@@ -32,7 +32,7 @@ async def inject(api: Api, pod: str, container: str, arch: str, options: Sequenc
     Raises:
         ProvisionError: the image lacks what it takes, or the keeper did not start.
     """
-    binary = await asyncio.to_thread(lambda: keeper_binary(arch, variant="small").read_bytes())
+    binary = await asyncio.to_thread(lambda: keeper_binary(arch).read_bytes())
     command = ["sh", "-c", _SCRIPT, "sh", PLACE, str(len(binary)), *options]
     said = b""
     try:
