@@ -20,7 +20,7 @@ from .names import Paths
 from .nodes import Nodes
 from .stanza import problems
 from .tidy import tidy_quietly
-from .watch import Watch
+from .watch import Watch, slim
 
 log = logging.getLogger("rlsandbox.kubernetes")
 
@@ -72,9 +72,9 @@ class Cluster:
             await self._has_runtime(runtime)
         self.crds = await self._has_crds(named)
         selector = f"{names.RUN}={run}"
-        self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod)
+        self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod, keep=slim)
         if self.crds:
-            self.claims = Watch(api, self.paths.claims, selector=selector, changed=on_claim)
+            self.claims = Watch(api, self.paths.claims, selector=selector, changed=on_claim, keep=slim)
         self.nodes = Nodes(api, on_node)
         await self.lease.begin()
         try:

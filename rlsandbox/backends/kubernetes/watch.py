@@ -11,7 +11,7 @@ import asyncio
 import json
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -30,14 +30,43 @@ Changed = Callable[[str, JSON], object]
 """Called with ``set`` or ``gone`` and the object."""
 
 
+Kept = Callable[[JSON], JSON]
+"""What is to be held of an object: its metadata's name, uid and resourceVersion at least."""
+
+_META = ("name", "uid", "resourceVersion", "deletionTimestamp", "labels", "annotations")
+_CONDITION = ("type", "status", "reason", "message")
+
+
+def _only(item: JSON, names: Iterable[str]) -> JSON:
+    return {name: item[name] for name in names if name in item}
+
+
+def slim(item: JSON) -> JSON:
+    """A pod or claim as far as anybody here reads it: a seventh, and thousands of them are held."""
+    status, spec = item.get("status") or {}, item.get("spec") or {}
+    kept = _only(status, ("phase", "reason", "message", "sandbox"))
+    for what, fields in (
+        ("conditions", _CONDITION),
+        ("containerStatuses", ("name", "image", "state", "lastState", "restartCount")),
+    ):
+        if what in status:
+            kept[what] = [_only(row, fields) for row in status[what] or ()]
+    found = {"metadata": _only(item["metadata"], _META), "spec": _only(spec, ("nodeName",)), "status": kept}
+    if "containers" in spec:
+        found["spec"]["containers"] = [_only(row, ("name",)) for row in spec["containers"]]
+    return found
+
+
 class Watch:
     """Objects of one kind that carry *selector*'s labels, by name in :attr:`store`."""
 
-    def __init__(self, api: Api, path: str, *, selector: str, changed: Changed) -> None:
+    def __init__(
+        self, api: Api, path: str, *, selector: str, changed: Changed, keep: Kept | None = None
+    ) -> None:
         self.api, self.path, self.selector = api, path, selector
         self.store: dict[str, JSON] = {}
         self.lists = self.opened = 0
-        self._changed = changed
+        self._changed, self._keep = changed, keep
         self._version: str | None = None
         self._task: asyncio.Task[None] | None = None
 
@@ -132,6 +161,8 @@ class Watch:
     def _set(self, item: JSON) -> None:
         name = item["metadata"]["name"]
         item["metadata"].pop("managedFields", None)  # half of each object, and nobody's business
+        if self._keep is not None:
+            item = self._keep(item)
         before = self.store.get(name)
         if before is not None and not _newer(item, before):
             return

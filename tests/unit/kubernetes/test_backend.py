@@ -18,7 +18,7 @@ pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbo
 from rlsandbox.backends.kubernetes import Kubernetes
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import leftovers, reap
-from rlsandbox.backends.kubernetes.watch import Watch
+from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
 SPEC = Spec(image="img")
@@ -262,6 +262,24 @@ def test_an_older_event_changes_nothing() -> None:
     watch._set(item("9", status="old"))
     watch._gone(item("11", uid="another"))
     assert watch.store["n"]["metadata"]["resourceVersion"] == "10" and len(told) == 1
+
+
+def test_little_is_held_of_what_there_are_thousands_of() -> None:
+    """Volumes, probes, tolerations, addresses: nobody here reads them."""
+    watch = Watch(None, "", selector="", changed=lambda *_: None, keep=slim)  # type: ignore[arg-type]
+    condition = {"type": "Ready", "status": "True", "lastProbeTime": None, "lastTransitionTime": "2026-01-01"}
+    watch._set(
+        {
+            "metadata": {"name": "n", "uid": "u", "resourceVersion": "1", "ownerReferences": [{"name": "o"}]},
+            "spec": {"nodeName": "node", "volumes": [{}], "containers": [{"name": "c", "args": ["--long"]}]},
+            "status": {"phase": "Running", "podIPs": [{}], "conditions": [condition]},
+        }
+    )
+    assert watch.store["n"] == {
+        "metadata": {"name": "n", "uid": "u", "resourceVersion": "1"},
+        "spec": {"nodeName": "node", "containers": [{"name": "c"}]},
+        "status": {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
 
 
 # -- what goes wrong in the cluster -----------------------------------------------------------------
