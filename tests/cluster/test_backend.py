@@ -325,6 +325,8 @@ def _service_account(kube: Kube, namespace: str, source: Path, to: Path, *, with
             item["rules"] = [rule for rule in item["rules"] if without not in rule["resources"]]
         if item["kind"] == "RoleBinding":
             item["subjects"][0]["namespace"] = namespace
+        if item["kind"] == "ClusterRole":
+            continue  # for `rlsandbox plan`; nobody is bound to it
         path = paths.get(
             item["kind"], f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/{item['kind'].lower()}s"
         )
@@ -431,3 +433,40 @@ def test_pods_deleted_behind_our_back_lose_no_rollout(
     with rls.Pool(backend, size=3, config=False) as pool:
         report = pool.run_rollouts([rls.Task(id=f"t{i}") for i in range(9)], policy, retries=3)
         assert report.coverage == 1.0 and len(report.records) == 9
+
+
+def test_a_node_that_is_wished_for(cluster: Cluster, kube: Kube, make_namespace: Callable[..., str]) -> None:
+    """``rlsandbox_place``: a wish, which the scheduler follows while it can; never a condition."""
+    namespace, config = make_namespace("privileged"), cluster.kubeconfig("admin")
+    small = Spec(memory="300MiB")  # nothing of it is ready before somebody asks
+
+    class Far:
+        def __init__(self, node: str) -> None:
+            self.node, self.seen = node, list[tuple[str, ...]]()
+
+        @rls.hookimpl
+        def rlsandbox_place(self, task: rls.Task, nodes: Any) -> str:
+            self.seen.append(tuple(nodes))
+            return self.node
+
+    for node in ("node-1", "node-0"):
+        plugin = Far(node)
+        backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST)
+        with (
+            rls.Pool(backend, size=2, plugins=[plugin], config=False) as pool,
+            pool.claim(rls.Task(id="t", spec=small), timeout=90) as one,
+            pool.claim(rls.Task(id="u", spec=small), timeout=90) as two,
+        ):
+            assert (one.node, two.node) == (node, node)
+            for pod in kube.items(pods(namespace)):
+                wish = pod["spec"]["affinity"]["nodeAffinity"]
+                rows = wish["preferredDuringSchedulingIgnoredDuringExecution"]
+                assert rows[0]["preference"]["matchExpressions"][0]["values"] == [node]
+        assert plugin.seen and all({"node-0", "node-1"} <= set(nodes) for nodes in plugin.seen)
+        until("the pods are gone", lambda: not kube.items(pods(namespace)), 60)
+    backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST)
+    with (
+        rls.Pool(backend, size=1, plugins=[Far("no-such-node")], config=False) as pool,
+        pool.claim(rls.Task(id="v", spec=small), timeout=90) as other,
+    ):
+        assert other.node in ("node-0", "node-1")
