@@ -42,7 +42,7 @@ def _only(item: JSON, names: Iterable[str]) -> JSON:
 
 
 def slim(item: JSON) -> JSON:
-    """A pod or claim as far as anybody here reads it: a seventh, and thousands of them are held."""
+    """A pod or claim as far as anybody here reads it: 34 to 11 KB for both, and thousands are held."""
     status, spec = item.get("status") or {}, item.get("spec") or {}
     kept = _only(status, ("phase", "reason", "message", "sandbox"))
     for what, fields in (
