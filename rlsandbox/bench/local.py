@@ -131,7 +131,9 @@ def figures() -> dict[str, Figure]:
     made = (
         Figure("popen", "Popen, first byte"),
         Figure("warm", "warm claim, first byte", (Goal(1.5, "popen"),)),
-        Figure("cold", "cold claim, first byte", (Goal(4.0, "popen"),)),
+        Figure("popen_rested", "Popen after a rest, first byte"),
+        Figure("cold", "cold claim, first byte", (Goal(4.0, "popen_rested"),)),
+        Figure("popen_rested_2", "Popen after a rest, once more"),
         Figure("first", "cold claim unlike any before"),
         Figure("popen_run", "subprocess.run"),
         Figure("command", "command", (Goal(1.5, "popen_run"),)),
@@ -161,15 +163,15 @@ def run_local(
     from ..backends.local.state import machine_id
 
     found = figures()
-    few = max(2, samples // 10)
+    few, some = max(2, samples // 10), max(2, samples // 3)
     machine = {"machine": machine_id().split()[0][:8], **_machine()}
     for number in range(rounds):
         with Pool("local", size=4, config=False) as pool:
             pool.wait_ready(4, timeout=60)
             jobs: dict[str, Callable[[], Sequence[list[float] | None]]] = {
                 "popen warm": lambda: measure.warm_first_byte(pool, samples),
-                "cold": lambda: [measure.cold_first_byte(few, alike=True)],
-                "first": lambda: [measure.cold_first_byte(few, alike=False)],
+                "popen_rested cold": lambda: measure.cold_first_byte(some, alike=True),
+                "popen_rested_2 first": lambda: measure.cold_first_byte(some, alike=False),
                 "popen_run command": lambda: measure.command(pool, samples),
                 "reset_clean": lambda: [measure.resets(pool, few, None)],
                 "reset_small": lambda: [measure.resets(pool, few, measure.SMALL_DIRT)],

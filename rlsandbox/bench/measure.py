@@ -73,14 +73,16 @@ def warm_first_byte(pool: Pool, n: int) -> Pair:
     return plain, ours
 
 
-def cold_first_byte(n: int, *, alike: bool) -> list[float]:
+def cold_first_byte(n: int, *, alike: bool) -> Pair:
     """The same where no sandbox is ready: it is made for the claim, when the one before is gone.
+
+    Both after the same rest, in turns: what wakes a machine up is part of either.
 
     Args:
         alike: each wants the same of the machine as the one before, as when a pool grows; else each has
             another limit, so that nothing can have been made ahead for it.
     """
-    times = []
+    plain, ours = [], []
     with Pool("local", size=1, max_size=n + 1, config=False) as pool:
         pool.wait_ready(1, timeout=60)
         for i in range(n):
@@ -89,8 +91,10 @@ def cold_first_byte(n: int, *, alike: bool) -> list[float]:
             while pool.stats().terminating:
                 time.sleep(0.001)
             time.sleep(REST_S)
-            times.append(_claim_first_byte(pool, task, discard=True))
-    return times
+            plain.append(_popen_first_byte())
+            time.sleep(REST_S)
+            ours.append(_claim_first_byte(pool, task, discard=True))
+    return plain, ours
 
 
 def command(pool: Pool, n: int) -> Pair:
