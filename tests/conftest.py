@@ -13,6 +13,9 @@ import pytest
 # Started in the background by a shell, SIGINT is ignored, here and in every child: then no Ctrl-C could be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# So is SIGHUP under nohup. A handler becomes the default in what is started; the tests themselves go on.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.hookimpl(tryfirst=True)
