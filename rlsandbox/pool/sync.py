@@ -331,6 +331,7 @@ def _chain_signals() -> None:
 def _terminate(number: int, frame: FrameType | None) -> None:
     # The main thread may hold any lock: another one closes, and then the signal does what it would have done.
     # It waits here meanwhile, within bounds: else it would go on with pools that are closed, and fail.
+    # The closing ends the process itself: the bounds are only for one that hangs.
     signal.signal(number, signal.SIG_DFL)
     pid = os.getpid()
 
@@ -340,7 +341,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
     closing = threading.Thread(target=end, name="rlsandbox-terminate")
     closing.start()
-    closing.join(AT_EXIT_S)
+    closing.join(CLOSE_S)
 
 
 __all__ = ["Claim", "Pool", "close_all"]
