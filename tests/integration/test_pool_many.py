@@ -14,6 +14,7 @@ import rlsandbox as rls
 TASK = rls.Task(id="t", workdir="/work", files={"a": "clean\n"})
 
 
+@pytest.mark.timeout(900)
 def test_200_threads_claim_at_once(tmp_path: Path) -> None:
     """Each gets a sandbox of its own, put back in place; never more than the ceiling."""
     seen: Counter[str] = Counter()
@@ -31,8 +32,9 @@ def test_200_threads_claim_at_once(tmp_path: Path) -> None:
                         assert sandbox.id not in held
                         held.add(sandbox.id)
                         assert len(held) <= 6
-                    seen[sandbox.run(f"cat a; echo {n} > a").stdout] += 1
+                    text = sandbox.run(f"cat a; echo {n} > a").stdout
                     with lock:
+                        seen[text] += 1
                         held.remove(sandbox.id)
             except BaseException as error:
                 errors.append(error)
@@ -47,7 +49,7 @@ def test_200_threads_claim_at_once(tmp_path: Path) -> None:
         assert seen == {"clean\n": 200}
         stats = pool.stats()
         assert (stats.claims, stats.claimed, stats.waiting) == (200, 0, 0)
-        assert stats.created <= 6
+        assert stats.created - stats.disposed <= 6
 
 
 def test_more_specs_than_places(tmp_path: Path) -> None:
