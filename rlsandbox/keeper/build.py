@@ -171,8 +171,9 @@ def keeper_binary(arch: str | None = None, *, variant: Variant = "release") -> P
     if variant == "release":
         shipped = SHIPPED / f"keeper-{arch}"
         note = SHIPPED / f"keeper-{arch}.digest"
+        wanted = os.X_OK if arch == machine() else os.R_OK  # another machine's is only copied there
         try:
-            if note.read_text().strip() == digest and os.access(shipped, os.X_OK):
+            if note.read_text().strip() == digest and os.access(shipped, wanted):
                 return shipped
         except OSError:  # there is none, or none for us
             pass

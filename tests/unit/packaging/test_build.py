@@ -73,6 +73,19 @@ def test_the_shipped_one_serves_while_it_fits(sources: Path, tmp_path: Path) -> 
 
 
 @needs_compiler
+def test_one_for_another_machine_is_only_copied_there(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it serves without the mode of a program, which some installers do not keep."""
+    shipped = build.build_shipped(build.machine())
+    shipped.chmod(0o644)
+    assert build.keeper_binary() != shipped
+    here = build.machine()
+    monkeypatch.setattr(build, "machine", lambda: "elsewhere")
+    assert build.keeper_binary(here) == shipped
+
+
+@needs_compiler
 def test_the_shipped_one_serves_everybody_whatever_the_installers_umask(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
