@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ended_by_signals(stop, whole=argv is None):
             from .main import run_main
 
-            return run_main(argv)
+            status = run_main(argv)
+        if stop.number is None:
+            return status
+        return stop.tell(argv)  # whatever the command has made of it: an error, a result
     except KeyboardInterrupt:
         return stop.tell(argv)

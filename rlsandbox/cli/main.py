@@ -19,6 +19,7 @@ import click
 
 from .. import cli
 from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
+from .signals import say
 
 
 class _Interrupted(BaseException):
@@ -97,7 +98,7 @@ class _Held(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = self.format(record)
         if record.levelno >= logging.ERROR:
-            print(line, file=sys.stderr)
+            say(line)
         elif len(self.lines) < self.most:
             self.lines[line] = None
         elif line not in self.lines:
@@ -105,9 +106,9 @@ class _Held(logging.Handler):
 
     def tell(self) -> None:
         for line in self.lines:
-            print(line, file=sys.stderr)
+            say(line)
         if self.more:
-            print(f"... and {self.more} more warnings; rlsandbox -v COMMAND shows all", file=sys.stderr)
+            say(f"... and {self.more} more warnings; rlsandbox -v COMMAND shows all")
 
 
 class _Logs:
@@ -213,8 +214,8 @@ def bad_input(error: SandboxError) -> bool:
 def _tell(error: Exception, said: str, status: int, arguments: list[str], who: str = "rlsandbox") -> int:
     """One line on stderr; with ``--json`` also an object on stdout; with ``--debug`` also the traceback."""
     if "--debug" in arguments[:2]:
-        traceback.print_exception(error)
-    print(f"{who}: {' '.join(said.split())}", file=sys.stderr)
+        say("".join(traceback.format_exception(error)).rstrip("\n"))
+    say(f"{who}: {' '.join(said.split())}")
     if "--json" in arguments:
         facts: dict[str, Any] = {
             "message": getattr(error, "message", None) or said,
@@ -223,7 +224,7 @@ def _tell(error: Exception, said: str, status: int, arguments: list[str], who: s
         for name in ("kind", "phase", "hint", "retryable", "infrastructure", "sandbox", "task"):
             if getattr(error, name, None) not in (None, ""):
                 facts[name] = getattr(error, name)
-        print(json.dumps({"error": facts, "exit_status": status}))
+        say(json.dumps({"error": facts, "exit_status": status}), sys.stdout)
     return status
 
 
