@@ -16,6 +16,8 @@ log = logging.getLogger("rlsandbox.pool")
 
 MORE_S = 30.0
 """What a closing still has when whoever waits for it is cancelled."""
+LAST_S = 5.0
+"""What it has after that, to break off."""
 
 pool_of_policy: contextvars.ContextVar[Any] = contextvars.ContextVar("rlsandbox_pool_of_policy", default=None)
 
@@ -42,7 +44,11 @@ async def seen_through(closing: asyncio.Task[None]) -> None:
         await asyncio.wait({closing}, timeout=MORE_S)
         if not closing.done():
             closing.cancel()
-        elif not closing.cancelled() and closing.exception() is not None:
+            await asyncio.wait({closing}, timeout=LAST_S)
+        if closing.done() and not closing.cancelled() and closing.exception() is not None:
             log.warning("the pool could not be closed in order: %s", closing.exception())
         raise
+    if closing.cancelled():  # on behalf of somebody else, who waits no more: the caller was not cancelled
+        log.warning("the pool could not be closed in time: what is left of it is removed by rlsandbox reap")
+        return
     closing.result()

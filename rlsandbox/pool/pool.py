@@ -405,13 +405,21 @@ class AsyncPool(Claiming):
             timeout: seconds; what is not gone by then is left to ``rlsandbox reap``, and a warning says so.
         """
         refuse_inside_policy(self)
-        if os.getpid() != self._pid or (self.closed and (self._ending is None or self._ending.done())):
+        if os.getpid() != self._pid:
             return
-        await self.end(timeout)
         try:
-            await in_thread(self.ledger.close, 30.0)
-        except RuntimeError:  # the interpreter ends: no thread can be started any more
-            self.ledger.close()
+            if not (self.closed and self._ended):
+                await self.end(timeout)
+        finally:
+            if self._ended:  # (else the closing goes on, and still has to tell)
+                try:
+                    await in_thread(self.ledger.close, 30.0)
+                except RuntimeError:  # the interpreter ends: no thread can be started any more
+                    self.ledger.close()
+
+    @property
+    def _ended(self) -> bool:
+        return self._ending is None or self._ending.done()
 
     async def end(self, timeout: float | None = CLOSE_S) -> None:
         """:meth:`close` but for the ledger; for all who close it at once, and seen through."""

@@ -107,7 +107,7 @@ class RemotePool(AsyncPool):
         try:
             while (message := await channel.recv()) is not None:
                 (number, answer, error), fds = message
-                if answer == CLOSING and not number:
+                if not number and answer == CLOSING:
                     self._closing = True
                     self._later(self._close_with_owner())
                     continue
@@ -132,14 +132,16 @@ class RemotePool(AsyncPool):
         from .rollouts import stop_batches
 
         try:
-            await stop_batches(self)
-        finally:
-            self.ledger.cancel_open()
-        await self.ledger.flush()
-        try:
-            await self.call("heard")
-        except PoolClosedError as error:
-            log.debug("the owner did not wait for us: %s", error)
+            try:
+                await stop_batches(self)
+            finally:
+                self.ledger.cancel_open()
+            await self.ledger.flush()
+        finally:  # whatever became of it, the owner waits for this
+            try:
+                await self.call("heard")
+            except PoolClosedError as error:
+                log.debug("the owner did not wait for us: %s", error)
 
     def _gone(self) -> PoolClosedError:
         if not self._closing:
