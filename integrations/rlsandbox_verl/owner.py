@@ -225,9 +225,10 @@ class Job:
         self._lock = asyncio.Lock()
         self._asked: dict[tuple[str, str | None, str], asyncio.Task[Begun]] = {}
         self._ends: list[Ended] = []
-        self._told = 0
-        """Ends that were taken to the owner."""
-        self._telling = asyncio.Lock()
+        self._telling: asyncio.Task[None] | None = None
+        """Takes ends to the owner."""
+        self._next: asyncio.Task[None] | None = None
+        """Takes the next ones there, after it."""
 
     @property
     def owner(self) -> Any:
@@ -270,6 +271,9 @@ class Job:
 
     async def close(self) -> None:
         """Give back what this process holds."""
+        last = self._next or self._telling
+        if last is not None:
+            await asyncio.wait({last})
         pool, self._pool = self._pool, None
         if pool is not None:
             await pool.close()
@@ -278,18 +282,24 @@ class Job:
         await ask(self.owner, "refused", str(error))
 
     async def ended(self, end: Ended) -> None:
-        """Tell the owner; those that end while it is being told of others are told together."""
+        """Tell the owner; those that end while it is being told of others are told together.
+
+        Whoever is cancelled meanwhile, the others' ends go on their way, and so does this one.
+        """
         self._ends.append(end)
-        mine = self._told + len(self._ends)
-        async with self._telling:
-            if mine <= self._told:
-                return
-            ends, self._ends = self._ends, []
-            self._told += len(ends)
-            try:
-                await ask(self.owner, "ended", *ends)
-            except PoolClosedError as error:
-                log.warning("the end of %d rollouts is in the ledger only: %s", len(ends), error)
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_task(self._tell(self._telling))
+        await asyncio.shield(self._next)
+
+    async def _tell(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait({before})
+        self._telling, self._next = self._next, None
+        ends, self._ends = self._ends, []
+        try:
+            await ask(self.owner, "ended", *ends)
+        except SandboxError as error:
+            log.warning("the end of %d rollouts is in the ledger only: %s", len(ends), error)
 
 
 _jobs: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Job] = weakref.WeakKeyDictionary()
