@@ -132,8 +132,13 @@ class Trust:
         ]
 
         async def differs(path: str) -> bool:
-            now, before = await asyncio.gather(self._read(path), self._read(path, baseline=True))
-            return bool(pytest_section(path, now) != pytest_section(path, before))
+            reads = (self._read(path), self._read(path, baseline=True))
+            said = []
+            for answer in await asyncio.gather(*reads, return_exceptions=True):  # neither is left running
+                if isinstance(answer, BaseException):
+                    raise answer
+                said.append(pytest_section(path, answer))
+            return bool(said[0] != said[1])
 
         found: set[str] = set()
         for at in range(0, len(asked), _AT_ONCE):

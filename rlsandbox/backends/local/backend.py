@@ -141,19 +141,29 @@ class Local(Backend):
         place = self._places.pop(member.id, None)
         if place is not None and place.stream is not None:
             place.stream.close()
-        hub = self._hubs.alive
+            place.stream = None
         try:
-            if hub is not None:  # (else it took all of them along)
-                await hub.dispose(member.id)
+            await self._end(member.id)
+        except BaseException:
+            if place is not None:  # it may live, and whoever asks again shall find what belongs to it
+                self._places.setdefault(member.id, place)
+            raise
+        if place is not None and place.workdir is not None:  # nobody writes there any more
+            await asyncio.to_thread(forget, Path(place.workdir))
+
+    async def _end(self, member: str) -> None:
+        """When this returns the sandbox is gone for certain."""
+        hub = self._hubs.alive
+        if hub is None:
+            return  # it took all of them along
+        try:
+            await hub.dispose(member)
         except KeeperFailure as error:
             if error.errno != errno.ENOENT:
                 raise
         except ProvisionError:
-            if hub is not None and not hub.lost.done():
+            if not hub.lost.done():
                 raise
-        finally:
-            if place is not None and place.workdir is not None:  # nobody writes there any more
-                await asyncio.to_thread(forget, Path(place.workdir))
 
     async def hurry(self, within: float) -> None:
         hub = self._hubs.alive

@@ -154,3 +154,22 @@ def test_what_is_too_deep_for_us_counts_as_configuration() -> None:
     """It may not be too deep for the pytest in the sandbox."""
     for text in ("x = " + "[" * 5000 + "]" * 5000, "x = " + "9" * 5000):
         assert pytest_section("/w/pyproject.toml", text.encode()) == text
+
+
+async def test_a_read_that_fails_leaves_no_other_running() -> None:
+    running = 0
+
+    class Fails(Client):
+        async def outside_read(self, path: str, *, baseline: bool, limit: int) -> bytes | None:
+            nonlocal running
+            if not baseline:
+                raise OSError("gone")
+            running += 1
+            for _ in range(5):
+                await asyncio.sleep(0)
+            running -= 1
+            return b""
+
+    with pytest.raises(OSError, match="gone"):
+        await foreign(trust(client=Fails({}, {})), "/work/setup.cfg")
+    assert running == 0
