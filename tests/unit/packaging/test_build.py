@@ -181,6 +181,8 @@ def test_a_wheel_carries_the_keeper_and_all_rooms(copy: Path, tmp_path: Path) ->
     with zipfile.ZipFile(tmp_path / name) as wheel:
         names = set(wheel.namelist())
         wheel.extractall(unpacked)
+        keeper = f"rlsandbox/keeper/bin/keeper-{build.machine()}"
+        (unpacked / keeper).chmod(wheel.getinfo(keeper).external_attr >> 16 & 0o777)  # as pip does
     assert {f"rlsandbox/keeper/bin/keeper-{build.machine()}", "rlsandbox/py.typed"} <= names
     assert "rlsandbox_plugins/__init__.py" in names
     assert {f"rlsandbox/keeper/src/{path.name}" for path in build.sources()} <= names, (
