@@ -25,6 +25,8 @@ sys.path.insert(0, str(SUPPORT))  # not as tests.support: verl's own wheel bring
 RAYS = {
     "RAY_AUTH_MODE": "disabled",  # else ray leaves a token in the user's home
     "RAY_worker_niceness": "0",  # it is 15 otherwise: on a busy machine nothing moves
+    "RAY_memory_monitor_refresh_ms": "0",  # else it kills workers for the memory that others use
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
@@ -121,6 +123,7 @@ def cluster(verl: Any, place: Path) -> Iterator[None]:
     from rlsandbox import _paths
 
     os.environ.update(RAYS)
+    os.environ.pop("RAY_ADDRESS", None)  # another cluster
     env = {
         "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
         "RLSANDBOX_HOME": str(place / "home"),
@@ -128,10 +131,18 @@ def cluster(verl: Any, place: Path) -> Iterator[None]:
         "PYTHONWARNINGS": "ignore",
     }
     # Actors are promised CPUs for good: the numbers are ray's own book-keeping, not the machine's.
-    ray.init(
-        num_cpus=24, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False,
-        logging_level="error", runtime_env={"env_vars": env},
-    )  # fmt: skip
+    for tries_left in (2, 1, 0):
+        try:
+            ray.init(
+                num_cpus=24, include_dashboard=False, object_store_memory=100 * 2**20, log_to_driver=False,
+                logging_level="error", runtime_env={"env_vars": env},
+            )  # fmt: skip
+            break
+        except Exception as error:  # its parts have 30 s to start, whatever else the machine does
+            ray.shutdown()
+            if not tries_left:
+                raise
+            print("ray did not start:", error)
     yield
     ray.shutdown()
 
