@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from rawclient import Hub, Keeper, KeeperError, tlv
-from test_fuzz import descriptors
+from test_fuzz import at_rest, settles
 
 from rlsandbox.keeper.wire import Op, Tag, Type
 
@@ -63,7 +63,7 @@ def settled(hub: Hub) -> tuple[Keeper, int]:
     for name in ("first", "second"):
         hub.create(name=name)
         hub.call(Op.HUB_DISPOSE, (Tag.MEMBER, name))
-    return hub.create(name="m1"), descriptors(hub)
+    return hub.create(name="m1"), at_rest(hub)
 
 
 def ends(victim: Keeper, closed: bool) -> bool:
@@ -100,7 +100,7 @@ def test_a_client_of_a_keeper(hub: Hub) -> None:
         victim.sock.close()
         assert bystander.sh("echo on").stdout == b"on\n", name
         only_the_first_is_left(hub)
-    assert descriptors(hub) <= before
+    settles(hub, before)
 
 
 def test_descriptors_that_nobody_asked_for(hub: Hub) -> None:
@@ -113,7 +113,7 @@ def test_descriptors_that_nobody_asked_for(hub: Hub) -> None:
     os.close(write)
     assert keeper.sh("echo on").stdout == b"on\n"
     hub.call(Op.HUB_LIST)
-    assert descriptors(hub) <= before
+    settles(hub, before)
     assert os.read(read, 1) == b"", "somebody holds the other end of the pipe"
     os.close(read)
 
@@ -140,4 +140,4 @@ def test_a_client_of_the_hub(hub: Hub) -> None:
         hub.call(Op.SPAWN, (Tag.ARG, "true"))
     only_the_first_is_left(hub)
     assert bystander.sh("echo on").stdout == b"on\n"
-    assert descriptors(hub) <= before
+    settles(hub, before)

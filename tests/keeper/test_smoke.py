@@ -192,8 +192,9 @@ def test_an_init_that_is_killed_while_it_starts_is_replaced(hub: Hub) -> None:
     children = Path(f"/proc/{pid}/task/{pid}/children")
     if not children.exists():
         pytest.skip("the kernel does not tell a process's children")
-    killed = 0
-    for number in range(10):
+    killed = number = 0
+    while killed < 3 and number < 300:  # each is a race that it may win
+        number += 1
         before = set(children.read_text().split())
         channel = keeper.request(Op.SEAL, (Tag.LAYER, f"s{number}"), (Tag.FLAGS, 1))
         while not select.select([keeper.sock], [], [], 0)[0]:
@@ -256,7 +257,7 @@ def children(hub: Hub, name: str = "") -> set[int]:
 
 def a_spare(hub: Hub, *, after: Collection[int] = ()) -> int:
     """The keeper that stands ready, whole but for its name, and is none of *after*."""
-    for _ in range(1000):
+    for _ in range(6000):
         if found := children(hub, "rls-ahead") - set(after):
             return found.pop()
         time.sleep(0.01)
@@ -264,7 +265,7 @@ def a_spare(hub: Hub, *, after: Collection[int] = ()) -> int:
 
 
 def is_gone(hub: Hub, spare: int) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if spare not in children(hub):
             return
         time.sleep(0.01)
