@@ -515,10 +515,10 @@ async def main():
     backend = Local()
     try:
         async with inside(backend, Spec()) as box:
-            said = await box.out("cat /usr/local/mark; ls /usr/bin/env; touch /usr/share/x /usr/local/y && echo wrote")
+            said = await box.out("cat /usr/src/mark; ls /usr/bin/env; touch /usr/share/x /usr/src/y && echo wrote")
             refused = (await box.sh("touch /usr/bin/x"))[1]
             await box.client.reset()
-            left = await box.out("ls -d /usr/share/x /usr/local/y 2>/dev/null || echo clean")
+            left = await box.out("ls -d /usr/share/x /usr/src/y 2>/dev/null || echo clean")
             print(json.dumps([box.member.facts["reset_mode"], box.member.facts.get("read_only"), said, refused, left]))
     finally:
         await backend.close()
@@ -527,11 +527,11 @@ asyncio.run(main())
 
 
 def test_usr_with_mounts_in_it() -> None:
-    """A disk of its own for /usr/local, and single files as container runtimes mount drivers into /usr/bin."""
+    """A disk of its own for /usr/src, and single files as container runtimes mount drivers into /usr/bin."""
     from tests.support.ordinary import make_ordinary
 
     script = (
-        "mount -t tmpfs none /usr/local; echo local > /usr/local/mark; mount --bind /bin/true /usr/bin/env; "
+        "mount -t tmpfs none /usr/src; echo local > /usr/src/mark; mount --bind /bin/true /usr/bin/env; "
         'exec "$@"'
     )
     with make_ordinary() as ordinary:
@@ -540,7 +540,7 @@ def test_usr_with_mounts_in_it() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     mode, read_only, said, refused, left = json.loads(done.stdout)
     assert mode == "userns"
-    assert read_only.split(":") == ["/usr/bin"]
+    assert "/usr/bin" in read_only.split(":")
     assert said.split() == ["local", "/usr/bin/env", "wrote"]
     assert "Read-only file system" in refused
     assert left == "clean"

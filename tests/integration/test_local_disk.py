@@ -9,6 +9,7 @@ import pytest
 
 import rlsandbox as rls
 from rlsandbox.backends import Local
+from tests.support.small_disk import takes_uppers
 
 LONG = 120
 
@@ -16,6 +17,7 @@ LONG = 120
 @pytest.mark.parametrize("mode", ["overlay", "userns"])
 @pytest.mark.parametrize("setup", [None, "mkdir /work; echo primed > /work/file"])
 def test_used_sandboxes_come_back(tmp_path: Path, mode: str, setup: str | None) -> None:
+    takes_uppers(tmp_path)
     place = tmp_path / "uppers"
     place.mkdir()
     backend = Local(upper=str(place), mode=mode)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,21 @@ def small_disk(where: Path, size: str) -> Iterator[Path]:
         yield where
     finally:
         subprocess.run(["umount", "-l", where], check=True)
+
+
+def takes_uppers(where: Path) -> None:
+    """Skip where the disk is itself an overlay, as in a container, that the kernel lets no other write to."""
+    kind = subprocess.run(["stat", "-f", "-c", "%T", where], capture_output=True, text=True, check=True)
+    if kind.stdout.strip() != "overlayfs":
+        return
+    with tempfile.TemporaryDirectory(dir=where) as place:
+        for name in ("lower", "upper", "work", "whole"):
+            (Path(place) / name).mkdir()
+        options = f"lowerdir={place}/lower,upperdir={place}/upper,workdir={place}/work,userxattr"
+        mount = ["unshare", "-rm", "mount", "-t", "overlay", "-o", options, "overlay", f"{place}/whole"]
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{where} is on an overlay that takes no upper layer: {done.stderr.strip()}")
 
 
 def fill(where: Path, *, leave: int = 0) -> Path:
