@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import os
+import random
 import sqlite3
 import threading
 import time
@@ -225,13 +226,14 @@ def test_what_is_no_ledger_is_an_error_and_no_traceback(
 def odd(home: Path, place: Path) -> list[Path]:
     """Files that are no ledgers, or no longer, or of a version to come."""
     good = make(home, "good").read_bytes()
+    noise = random.Random(0)
     made = {
         "empty.db": b"",
         "junk.db": b"hello" * 1000,
         "cut.db": good[:5000],
         "cut-at-a-page.db": good[:-4096],
-        "garbled.db": good[:4096] + os.urandom(4096) + good[8192:],
-        "end-garbled.db": good[:-3000] + os.urandom(3000),
+        "garbled.db": good[:4096] + noise.randbytes(4096) + good[8192:],
+        "end-garbled.db": good[:-3000] + noise.randbytes(3000),
         "no-event.jsonl": b'{"n": 1}\n',
         "no-json.jsonl": b'{"dump_of": "x"}\n{oops\n',
         "no-text.jsonl": b"\xff\xfe\x00\n" * 10,

@@ -119,6 +119,7 @@ def test_it_runs_as_it_stands(block: tuple[str, int], tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.timeout(900)
 def test_what_cannot_run_has_its_types_right(tmp_path: Path) -> None:
     pytest.importorskip("mypy")
     pytest.importorskip("trl")

@@ -36,12 +36,19 @@ LONG = 120
 class Registry:
     def __init__(self, place: Path) -> None:
         self.place = place
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = ""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        for _ in range(5):
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+            if self._listens():
+                return  # else somebody else has taken the port meanwhile
+        raise AssertionError((self.place / "log").read_text())
+
+    def _listens(self) -> bool:
         config = self.place / "registry.yml"
         config.write_text(
             f"version: 0.1\nlog: {{level: error}}\nstorage: {{filesystem: {{rootdirectory: {self.place}/blobs}}}}\n"
@@ -49,13 +56,15 @@ class Registry:
         )
         with open(self.place / "log", "ab") as log:
             self.process = subprocess.Popen(["docker-registry", "serve", config], stdout=log, stderr=log)
-        for _ in range(1000):
-            assert self.process.poll() is None, (self.place / "log").read_text()
+        for _ in range(LONG * 50):
+            if self.process.poll() is not None:
+                return False
             try:
                 http.client.HTTPConnection(self.address, timeout=5).request("GET", "/v2/")
-                return
+                return self.process.poll() is None
             except OSError:
                 time.sleep(0.02)
+        self.stop()
         raise TimeoutError("the registry does not listen")
 
     def stop(self) -> None:
@@ -73,17 +82,17 @@ class Registry:
 @pytest.fixture
 def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
     made = Registry(tmp_path)
-    plain = tmp_path / "home/.config/containers/registries.conf"
-    plain.parent.mkdir(parents=True)
-    plain.write_text(f'[[registry]]\nlocation = "{made.address}"\ninsecure = true\n')
     monkeypatch.setenv(
         "RLSANDBOX_KEEPER", str(keeper_binary())
     )  # not from a cache of its own, and where HOME is another's
     monkeypatch.setenv("RLSANDBOX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-    made.start()
     try:
+        made.start()
+        plain = tmp_path / "home/.config/containers/registries.conf"
+        plain.parent.mkdir(parents=True)
+        plain.write_text(f'[[registry]]\nlocation = "{made.address}"\ninsecure = true\n')
         yield made
     finally:
         made.stop()

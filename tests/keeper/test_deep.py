@@ -13,6 +13,8 @@ from test_outside import changes
 
 from rlsandbox.keeper.wire import Op, Tag
 
+pytestmark = pytest.mark.timeout(900)  # for a keeper with sanitizers
+
 LEVELS = 5000
 TREE = 1  # flag of REMOVE
 

@@ -38,7 +38,8 @@ def hubs(home: Path) -> list[str]:
 
 
 def log(path: Path) -> list[dict[str, float]]:
-    return [json.loads(line)["data"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["data"] for line in lines if line.endswith("\n")]  # the last may be half there
 
 
 def begun(process: subprocess.Popen[str], place: Path, steps: int) -> list[str]:

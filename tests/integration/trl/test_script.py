@@ -70,6 +70,7 @@ def test_a_signal_leaves_no_sandbox_and_no_open_rollout(tmp_path: Path, sign: si
     assert all(log.record is not None for log in book.logs)
 
 
+@pytest.mark.timeout(900)
 def test_the_overhead_is_measured_by_turns(tmp_path: Path) -> None:
     script = EXAMPLE.with_name("trl_overhead.py")
     measuring = start(tmp_path, "--steps", "4", "--batch", "4", script=script)
