@@ -30,9 +30,12 @@ class Cause:
 
     @classmethod
     def of(cls, error: BaseException) -> Cause:
+        name = type(error).__name__
+        # "'small'" alone, of a KeyError, says nothing
+        bare = isinstance(error, LookupError | TypeError | AttributeError | AssertionError)
         return cls(
-            kind=getattr(error, "kind", type(error).__name__),
-            message=getattr(error, "message", "") or str(error) or type(error).__name__,
+            kind=getattr(error, "kind", name),
+            message=getattr(error, "message", "") or (f"{name}: {error}" if bare else str(error) or name),
             retryable=bool(getattr(error, "retryable", True)),
             infrastructure=bool(getattr(error, "infrastructure", True)),
             error=error,

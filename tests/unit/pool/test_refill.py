@@ -124,3 +124,9 @@ def test_what_cannot_be_mended_is_hopeless_at_once_and_tried_again_later() -> No
     assert breaker.hopeless(5.0)
     assert not breaker.allows(5.9, 0)
     assert breaker.allows(breaker.retry_at, 0)
+
+
+def test_a_cause_says_more_than_the_key_that_was_missing() -> None:
+    assert Cause.of(KeyError("small")).message == "KeyError: 'small'"
+    assert Cause.of(OSError(28, "No space left on device")).message == "[Errno 28] No space left on device"
+    assert Cause.of(RuntimeError()).message == "RuntimeError"
