@@ -44,8 +44,9 @@ def gone(mark: str) -> bool:
 
 
 def test_commands_and_files(hub: Hub, scratch: Path) -> None:
-    keeper = hub.create(NONE, base=[])
+    keeper = hub.create(NONE, (Tag.UPPER_BYTES, 1 << 20), base=[])
     assert keeper.welcome[Tag.MODE] == "replace" and "isolation=none" in keeper.welcome[Tag.FACT]
+    assert "limit.disk=none" in keeper.welcome[Tag.FACT], "there is no upper layer that could hold one"
     r = keeper.sh("echo out; echo err >&2; id -u; exit 3")
     assert r.stdout.startswith(b"out\n") and r.stderr == b"err\n" and r.code == 3
     name = f"/tmp/rls-bare-{os.getpid()}"
