@@ -321,3 +321,49 @@ def test_one_whose_episode_died_while_it_waited_is_made_anew(hub: Hub) -> None:
         keeper = hub.create()
         assert keeper.sh("echo fine").stdout == b"fine\n"
     assert a_spare(hub, after={spare})
+
+
+def test_what_stands_ready_stands_on_what_is_there_now(hub: Hub, scratch: Path) -> None:
+    shown = scratch / "shown"
+    shown.mkdir()
+    (shown / "f").write_text("old")
+    wish = (Tag.BIND, f"/mnt={shown}")
+    made = [hub.create(wish), hub.create(wish)]
+    spare = a_spare(hub)
+    shown.rename(scratch / "before")
+    shown.mkdir()
+    (shown / "f").write_text("new")
+    keeper = hub.create(wish)
+    assert keeper.sh("cat /mnt/f").stdout == b"new"
+    assert spare not in children(hub, "rls-keeper")
+    assert made[0].sh("cat /mnt/f").stdout == b"old"
+    (shown / "f").write_text("newer")  # seen through the bind: another one may have been ready
+    after = a_spare(hub, after={spare})
+    again = hub.create(wish)
+    assert again.sh("cat /mnt/f").stdout == b"newer"
+    assert after in children(hub, "rls-keeper")
+
+
+def test_what_cannot_be_made_cannot_be_made_ahead(hub: Hub) -> None:
+    for wish in ((Tag.UPPER, "elsewhere"), (Tag.UPPER, "disk:"), (Tag.KIND, "ahead"), (Tag.KIND, "join")):
+        for _ in range(4):
+            with pytest.raises(KeeperError) as caught:
+                hub.create(wish)
+            assert caught.value.errno == errno.EINVAL
+    assert not children(hub, "rls-ahead")
+
+
+def test_no_look_outlives_its_episode(hub: Hub) -> None:
+    """The first look is made before it is asked for; when the episode is gone meanwhile there is nothing to look at."""
+    keeper = hub.create()
+    (mine,) = [pid for pid in children(hub, "rls-keeper") if below(pid, "rls-init")]
+    (init,) = below(mine, "rls-init")
+    os.kill(init, signal.SIGKILL)
+    for _ in range(1000):
+        if not below(mine, "rls-init"):
+            break
+        time.sleep(0.01)
+    with pytest.raises(KeeperError):
+        keeper.call(Op.INSPECT)
+    keeper.reset()
+    assert keeper.sh("echo fine").stdout == b"fine\n"

@@ -184,6 +184,7 @@ static void on_child(struct src *s, uint32_t events)
 struct base {
     int fds[MAX_LOWERS + 2 + CG_FILES];
     size_t n;
+    bool bound[MAX_LOWERS]; /* shown as it is: what changes in it is seen anyway */
 };
 
 static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, bool shown, struct err *e)
@@ -198,6 +199,7 @@ static int base_add(struct hub *h, struct base *b, const uint8_t *p, size_t n, b
     int fd = place_open(h, path, shown, e);
     if (fd < 0)
         return -1;
+    b->bound[b->n] = shown;
     b->fds[b->n++] = fd;
     return 0;
 }
@@ -278,12 +280,50 @@ static void base_close(struct base *b)
         close(b->fds[i]);
 }
 
-int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct err *e)
+/* Which directories these are, and what of them goes into a view: all but /dev, which is the hub's own. */
+static int base_seen(const struct base *b, struct buf *seen, struct err *e)
+{
+    for (size_t i = 0; i + 1 < b->n; i++) {
+        struct stat st;
+        if (fstat(b->fds[i], &st) < 0)
+            return fail(e, errno, "look at base directory %zu", i);
+        uint64_t row[] = {st.st_dev, st.st_ino, 0, 0, 0, 0, 0};
+        if (!b->bound[i]) {
+            row[2] = st.st_mode;
+            row[3] = st.st_uid;
+            row[4] = st.st_gid;
+            row[5] = (uint64_t)st.st_mtim.tv_sec;
+            row[6] = (uint64_t)st.st_mtim.tv_nsec;
+        }
+        if (buf_add(seen, row, sizeof row) < 0)
+            return fail(e, errno, "remember the base");
+    }
+    return 0;
+}
+
+int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct buf *seen, struct err *e)
 {
     struct base base = {.n = 0};
-    int r = base_open(m->hub, &base, p, n, e) < 0 ? -1 : equip(m, &base, in, p, n, e);
+    int r = base_open(m->hub, &base, p, n, e) < 0 || base_seen(&base, seen, e) < 0 ? -1 : equip(m, &base, in, p, n, e);
     base_close(&base);
     return r;
+}
+
+bool base_is(struct hub *h, const uint8_t *p, size_t n, const struct buf *seen)
+{
+    struct err ignored = {0};
+    struct base base = {.n = 0};
+    struct buf now = {0};
+    bool same = base_open(h, &base, p, n, &ignored) == 0 && base_seen(&base, &now, &ignored) == 0 && now.len == seen->len &&
+                (!now.len || memcmp(now.p, seen->p, now.len) == 0);
+    base_close(&base);
+    buf_free(&now);
+    return same;
+}
+
+bool create_limited(const uint8_t *p, size_t n)
+{
+    return tlv_get(p, n, TAG_MEMORY_BYTES, 0) || tlv_get(p, n, TAG_PIDS, 0) || tlv_get(p, n, TAG_CPU_MILLI, 0);
 }
 
 static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
@@ -293,6 +333,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     int stream[2] = {-1, -1}, sock[2] = {-1, -1};
     char word[16];
     bool whole = false;
+    struct tlv own;
     struct member *m = calloc(1, sizeof *m);
     if (m) {
         m->hub = h;
@@ -307,15 +348,16 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EINVAL, "make a sandbox: its name begins with a dot or has a slash in it");
     else if (strncmp(m->name, SPARE_NAME, strlen(SPARE_NAME)) == 0)
         fail(&e, EINVAL, "make a sandbox: names that begin with %s are the hub's", SPARE_NAME);
+    else if (tlv_find(p, n, TAG_KIND, &own) || tlv_find(p, n, TAG_CG_FILE, &own))
+        fail(&e, EINVAL, "make a sandbox: what a keeper is told by its hub came from a client");
     else if (member_find(h, m->name))
         fail(&e, EEXIST, "make sandbox %s", m->name);
     else if (!m->bare && h->bare_only)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
     else if ((whole = spare_hand_over(h, m, p, n, &sock[0], &stream[0])) || m->bare ||
              (base_open(h, &base, p, n, &e) == 0 && upper_open(h, m, &base, p, n, &e) == 0)) {
-        bool limited = tlv_get(p, n, TAG_MEMORY_BYTES, 0) || tlv_get(p, n, TAG_PIDS, 0) || tlv_get(p, n, TAG_CPU_MILLI, 0);
         unsigned in = 0;
-        bool spare = !whole && limited && !m->bare && spare_take(h, m, &in, &sock[0], &stream[0]);
+        bool spare = !whole && create_limited(p, n) && !m->bare && spare_take(h, m, &in, &sock[0], &stream[0]);
         if (!whole && !spare && (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0))
             fail(&e, errno, "make socket pairs for a sandbox");
         else if (whole || spare || (m->pid = zygote_fork(m->bare ? h->bare : h->zygote, sock[1], stream[1], &e)) > 0) {
@@ -334,8 +376,10 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         m->stream = stream[0];
         m->next = h->members;
         h->members = m;
-        if (loop_add(&h->loop, &m->src, sock[0], EPOLLIN, from_keeper, m) < 0)
+        if (loop_add(&h->loop, &m->src, sock[0], EPOLLIN, from_keeper, m) < 0) {
             create_failed(m, errno, "watch a sandbox's keeper");
+            kill(m->pid, SIGKILL);
+        }
         return;
     }
     conn_fail(&h->conn, channel, e.no, e.what);

@@ -36,6 +36,7 @@ struct spare { /* a keeper that waits: in its groups, for the next sandbox with 
     char group[128];
     unsigned kinds[CG_KINDS], in; /* of groups, as bits: those it was told to join, one by one; those it is in */
     bool ahead, ready, off;
+    struct buf seen; /* ahead: the base it stands on */
 };
 
 struct hub {
@@ -90,7 +91,9 @@ bool spare_hand_over(struct hub *h, struct member *m, const uint8_t *p, size_t n
 void spare_died(struct hub *h, pid_t pid);
 void spare_end(struct hub *h);
 /* hub.c */
-int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct err *e); /* in: kinds of groups that it is in */
+int member_equip(struct member *m, unsigned in, const uint8_t *p, size_t n, struct buf *seen, struct err *e); /* in: kinds of groups that it is in */
+bool base_is(struct hub *h, const uint8_t *p, size_t n, const struct buf *seen); /* whether the same paths still lead to what was `seen` */
+bool create_limited(const uint8_t *p, size_t n);                                  /* whether it wants control groups */
 void groups_free(struct hub *h, const char *group);
 /* probe.c */
 void probe(struct hub *h, struct buf *b);

@@ -110,6 +110,7 @@ static pid_t let_go(struct keeper *k)
 {
     pid_t pid = k->init_pid;
     standby_drop(k);
+    buf_free(&k->look);
     k->standby.off = k->standby.soon = false;
     fd_close(&k->root_fd);
     fd_close(&k->proc_fd);

@@ -152,6 +152,8 @@ static int await_owner(struct keeper *k, int hub, uint8_t *room, size_t cap)
     standby_settle(k);
     facts_here(k, &facts); /* the first look takes the kernel longer than the next: the one that counts is still to come */
     buf_free(&facts);
+    if (k->loop.stop || k->init.fd < 0)
+        return -1;
     int r = put_str(&b, TAG_KIND, "ahead") < 0 || msg_send(hub, b.p, b.len, NULL, 0) < 0;
     buf_free(&b);
     if (r)
@@ -164,7 +166,7 @@ static int await_owner(struct keeper *k, int hub, uint8_t *room, size_t cap)
             return -1;
         if (p[0].revents)
             k->init.fn(&k->init, EPOLLIN);
-        if (k->init.fd < 0)
+        if (k->loop.stop || k->init.fd < 0)
             return -1;
         if (!p[1].revents)
             continue;

@@ -1,6 +1,7 @@
 /* Keepers that wait for the next CREATE. One is in its control groups and no more: moving a process into a group waits for the whole
  * machine (10 ms when nobody else just did it). Where two CREATEs in a row wanted the same, another one stands ready as that, whole
  * but for its name, and is handed over to the next that wants it. They move themselves: the descriptors were opened by the hub. */
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <string.h>
@@ -18,6 +19,7 @@ static void drop(struct hub *h, struct spare *s)
         kill(s->pid, SIGKILL); /* reaped as nobody's child */
     loop_drop(&h->loop, &s->src);
     fd_close(&s->stream);
+    buf_free(&s->seen);
     s->pid = 0;
     s->ready = false;
     if (*s->group)
@@ -28,9 +30,10 @@ static void drop(struct hub *h, struct spare *s)
 /* It could not be made: the next CREATE of that kind says why, and then nobody tries ahead until it went well twice. */
 static void give_up(struct hub *h, struct spare *s)
 {
-    if (s->ahead)
+    if (s->ahead) {
         buf_free(&h->recipe);
-    else
+        buf_free(&h->last);
+    } else
         s->off = true; /* an older kernel asks who writes, not who opened: the hub moves each itself, then */
     drop(h, s);
 }
@@ -41,7 +44,7 @@ static int prepare(struct hub *h, struct spare *s, struct err *e)
     struct buf b = {0};
     memcpy(m.group, s->group, sizeof m.group);
     int r = put_str(&b, TAG_KIND, "ahead") < 0 || msg_send(s->src.fd, b.p, b.len, NULL, 0) < 0 ? fail(e, errno, "talk to a spare keeper")
-                                                                                              : member_equip(&m, s->in, h->recipe.p, h->recipe.len, e);
+                                                                                              : member_equip(&m, s->in, h->recipe.p, h->recipe.len, &s->seen, e);
     buf_free(&b);
     return r;
 }
@@ -80,9 +83,10 @@ static void make(struct hub *h, struct spare *s)
     struct buf b = {0};
     int stream[2] = {-1, -1}, sock[2] = {-1, -1}, fds[CG_KINDS];
     unsigned n = 0;
+    bool groups = !s->ahead || create_limited(h->recipe.p, h->recipe.len);
     s->in = 0;
     memset(s->kinds, 0, sizeof s->kinds);
-    if (path_join(s->group, sizeof s->group, SPARE_NAME "%u", ++h->spares) < 0 || cgroups_open(h, s->group, fds, s->kinds, &n) < 0)
+    if (groups && (path_join(s->group, sizeof s->group, SPARE_NAME "%u", ++h->spares) < 0 || cgroups_open(h, s->group, fds, s->kinds, &n) < 0))
         fail(&e, errno, "make groups for a spare keeper");
     else if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, stream) < 0 || socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sock) < 0)
         fail(&e, errno, "make socket pairs for a spare keeper");
@@ -138,6 +142,7 @@ static void taken(struct hub *h, struct spare *s)
 {
     loop_drop(&h->loop, &s->src);
     fd_close(&s->stream);
+    buf_free(&s->seen);
     s->pid = 0;
     s->ready = false;
     *s->group = 0;
@@ -162,7 +167,7 @@ static void wanted(const struct member *m, const uint8_t *p, size_t n, struct bu
 {
     struct tlv_in it = {p, n};
     struct tlv t;
-    if (m->bare || n > RECIPE_MAX || (tlv_find(p, n, TAG_UPPER, &t) && t.len > 5 && memcmp(t.p, "disk:", 5) == 0)) /* a place of its own */
+    if (m->bare || n > RECIPE_MAX || (tlv_find(p, n, TAG_UPPER, &t) && t.len && (t.len != 5 || memcmp(t.p, "tmpfs", 5)))) /* a place of its own */
         return;
     while (tlv_next(&it, &t) == 1)
         if (t.tag != TAG_MEMBER && put_bytes(b, t.tag, t.p, t.len) < 0) {
@@ -181,7 +186,13 @@ bool spare_hand_over(struct hub *h, struct member *m, const uint8_t *p, size_t n
     struct spare *s = &h->spare[1];
     struct buf want = {0}, b = {0};
     wanted(m, p, n, &want);
-    bool ok = s->ready && s->pid > 0 && same(&want, &h->recipe) && (*sock = fcntl(s->src.fd, F_DUPFD_CLOEXEC, 3)) >= 0;
+    struct pollfd quiet = {s->src.fd, POLLIN, 0}; /* it says nothing more, unless that it ends */
+    bool ok = s->ready && s->pid > 0 && same(&want, &h->recipe) && poll(&quiet, 1, 0) == 0;
+    if (ok && !base_is(h, p, n, &s->seen)) { /* somebody put others there meanwhile */
+        drop(h, s);
+        ok = false;
+    }
+    ok = ok && (*sock = fcntl(s->src.fd, F_DUPFD_CLOEXEC, 3)) >= 0;
     if (ok && (put_str(&b, TAG_KIND, "yours") < 0 || put_str(&b, TAG_MEMBER, m->name) < 0 || msg_send(*sock, b.p, b.len, NULL, 0) < 0)) {
         fd_close(sock); /* its death is on the way */
         ok = false;

@@ -195,6 +195,19 @@ static bool placed_elsewhere(const struct keeper *k, unsigned given, const char 
     return false;
 }
 
+/* Whether something that the client asked for goes somewhere below: it would be covered. */
+static bool given_below(const struct keeper *k, unsigned given, const char *target)
+{
+    size_t n = strlen(target);
+    for (unsigned i = 1; i < given; i++)
+        if (strncmp(k->set.overlay[i].target, target, n) == 0 && k->set.overlay[i].target[n] == '/')
+            return true;
+    for (unsigned i = 0; i < k->set.binds; i++)
+        if (strncmp(k->set.bind[i].target, target, n) == 0 && k->set.bind[i].target[n] == '/')
+            return true;
+    return false;
+}
+
 static int rebuild(struct keeper *k, const struct parts *p, int seed, const char *target, unsigned given, int depth, struct err *e);
 
 /* One name of a directory that is being built again. */
@@ -203,6 +216,7 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
     struct parts sub = {.n = 0};
     struct stat st, top = {.st_dev = 0};
     char target[TARGET_MAX];
+    unsigned from = 0; /* the part that it is in, when it is in one */
     int r = 0;
     if (path_join(target, sizeof target, "%s/%s", dir, name) == 0 && keepers_own(target))
         return 0;
@@ -220,8 +234,10 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
                 return fail(e, errno, "copy %s of the base", target);
             return 0; /* a file that is mounted there is copied as it is now */
         }
-        if (!sub.n)
+        if (!sub.n) {
             top = st;
+            from = i;
+        }
         int fd = open_dir(p->fd[i], name);
         if (fd < 0) {
             parts_close(&sub);
@@ -241,7 +257,7 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
         else if (!placed_elsewhere(k, given, target))
             r = own_overlay(k, &sub, target, e);
     } else if (sub.n == 1 && small(sub.fd[0], ".", top.st_dev, 0, &entries, &bytes)) {
-        if (copy_tree(p->fd[0], name, seed, name, 0) == 0)
+        if (copy_tree(p->fd[from], name, seed, name, 0) == 0)
             goto end; /* with its attributes */
         if (errno != EACCES) /* what cannot be read is left out, as a directory that cannot be opened is */
             r = fail(e, errno, "copy %s of the base", target);
@@ -250,7 +266,7 @@ static int one(struct keeper *k, const struct parts *p, int seed, const char *di
     else
         r = own_overlay(k, &sub, target, e);
     int made = r < 0 ? -1 : open_dir(seed, name);
-    if (r == 1 && depth && sub.n == 1 && heavy(sub.fd[0]) && bind_whole(k, sub.fd[0], target))
+    if (r == 1 && depth && sub.n == 1 && heavy(sub.fd[0]) && !given_below(k, given, target) && bind_whole(k, sub.fd[0], target))
         r = 0;
     if (r == 1) /* a mount in it, or no room for one more overlay */
         r = depth < DEPTH ? rebuild(k, &sub, made, target, given, depth + 1, e) : fail(e, E2BIG, "build the view from parts: %s has mounts too deep in it", target);
