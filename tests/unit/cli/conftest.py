@@ -30,7 +30,7 @@ Cli = Callable[..., Ended]
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Cli:
     """``cli("run", "--tasks", "x")`` in an empty directory, without the developer's own settings."""
-    for name in ("RLSANDBOX_CONFIG", "RLSANDBOX_PROFILE"):
+    for name in ("RLSANDBOX_CONFIG", "RLSANDBOX_PROFILE", "KUBECONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("RLSANDBOX_HOME", str(tmp_path / "state"))
