@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .._portal import AwaitableCM
 from .._sandbox.command import LONGEST_S
-from ..errors import ConfigError
+from ..errors import ConfigError, PrimeError
 from ..hooks import Rollout
 from ..metrics import Metrics, TtfcSample
 from ..spec import Spec
@@ -160,7 +160,18 @@ class Claiming:
             refusal = await driver.wait(claim)
             if refusal is not None:
                 raise error_of(refusal, task)
-        return claim, driver.held[held_id(claim)]
+        held = driver.held[held_id(claim)]
+        if layer is not None and held.link.mode == "replace":
+            try:
+                async with asyncio.timeout(driver.deadlines.prime):
+                    await held.link.set_up(task)
+            except BaseException as error:
+                driver.release(claim, discard=True)
+                if isinstance(error, TimeoutError):
+                    said = f"its setup did not end within {driver.deadlines.prime:g} s"
+                    raise PrimeError(said, kind="prime_timeout", task=task.id) from None
+                raise
+        return claim, held
 
     def _resolve(self, task: Task | AsyncSnapshot) -> tuple[Task, Spec, str | None]:
         """The task, its spec and the layer its episodes stand on."""

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import PrimeError, SandboxDiedError, SandboxError
+from ..errors import ConfigError, PrimeError, SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
 from ..keeper.client import KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, baseline_of
@@ -53,6 +53,10 @@ class Link(Protocol):
         Raises:
             PrimeError: the task's setup does not work.
         """
+        ...
+
+    async def set_up(self, task: Task) -> None:
+        """What *prime* does, for the one episode of a member in mode ``replace``: it holds no layers."""
         ...
 
     async def reset(
@@ -161,7 +165,25 @@ class KeeperLink:
         if self._tell_lost is not None:
             self.on_lost(self._tell_lost)
 
+    async def set_up(self, task: Task) -> None:
+        """Files, workdir and setup of the one episode of a member in mode replace: it has no layers.
+
+        Raises:
+            ConfigError: it is not isolated: they would be the machine's.
+            PrimeError: the task's setup does not work.
+        """
+        if self._member.facts.get("files") == "machine":
+            raise ConfigError(
+                f"task {task.id} has a workdir, files or a setup, which isolation='none' would put into this "
+                "machine's own files",
+                hint="let the policy do it, or isolate the sandbox",
+            )
+        await self._fill(task)
+        await self.client.kill_all()  # as when a layer is sealed: an episode begins with files
+
     async def prime(self, task: Task, layer: str) -> int:
+        if self.mode == "replace":  # set up when it is handed over
+            return 0
         await self._drop_stale()
         await self.client.reset("")
         await self._fill(task)
@@ -231,6 +253,8 @@ class KeeperLink:
     async def reset(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
     ) -> None:
+        if self.mode == "replace":  # never used: its episode is its only one
+            return
         await self._drop_stale()
         if layer is not None and layer not in self._given:
             if not await self._backend.give_layer(layer, self._member) and not await self._bring(layer):
@@ -307,6 +331,8 @@ class KeeperLink:
     async def verify(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]
     ) -> list[Residue]:
+        if self.mode == "replace":
+            return []
         look, self._look = self._look, None
         return await run_verify(
             self.client, self._plugins, task=task, baseline=self._baseline.on(layer or ""),

@@ -119,6 +119,8 @@ class Local(Backend):
             raise _explained(error) from error
         facts = {**limits.of(spec).facts(), **facts_of(reply), **root.facts}
         facts |= {"mode": reply.text(Tag.MODE), "isolation": isolation}
+        if isolation == "none":
+            facts["files"] = "machine"  # what an episode writes is written here
         if self._upper != "tmpfs":
             del facts["disk_bytes"]  # told is what holds
         made = Member(id=member, node=platform.node(), facts=facts)

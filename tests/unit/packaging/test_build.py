@@ -300,7 +300,9 @@ def check_release_wheel(copy: Path, tmp_path: Path, **env: str) -> None:
         for arch in build.ARCHITECTURES:
             mode = wheel.getinfo(f"rlsandbox/keeper/bin/keeper-{arch}").external_attr >> 16
             assert mode & 0o555 == 0o555, "what pip makes executable"
-            (site / f"rlsandbox/keeper/bin/keeper-{arch}").chmod(mode & 0o777)  # as pip does; zipfile does not
+            (site / f"rlsandbox/keeper/bin/keeper-{arch}").chmod(
+                mode & 0o777
+            )  # as pip does; zipfile does not
     carried = {path.name for path in (site / "rlsandbox/keeper/bin").iterdir()}
     assert carried == {f"keeper-{arch}{end}" for arch in build.ARCHITECTURES for end in ("", ".digest")}
     code = (
