@@ -7,8 +7,8 @@
 # make lint   ruff, mypy, import rules
 # make clean  forget the virtual environment
 #
-# Needs Python 3.11 or later with venv. Everything else goes into .venv and nothing outside this directory; a
-# C compiler that links statically is used where there is one. Safe to repeat: only what is missing is installed.
+# Needs Python 3.11 or later with venv. Everything that is installed goes into .venv; runs write to the user's state and
+# cache directories (docs/configuration.md). A C compiler that links statically is used where there is one. Safe to repeat: only what is missing is installed.
 
 VENV ?= .venv
 PYTHON ?=

@@ -282,6 +282,11 @@ def plugin_manager(
             raise ConfigError(f"plugins: {name}: {' '.join(str(error).split())}") from error
         if not manager.get_hookcallers(plugin):
             raise ConfigError(f"plugins: {plugin!r} has no function marked @rlsandbox.hookimpl")
+    for hook, caller in vars(manager.hook).items():
+        for impl in () if hook.startswith("_") or caller.has_spec() else caller.get_hookimpls():
+            if not impl.optionalhook:  # else what it was written for would silently not be done
+                like = nearest(hook, [name for name in vars(Specs) if name.startswith("rlsandbox_")])
+                raise ConfigError(f"plugins: {impl.plugin_name}: there is no hook {hook}{like}")
     # Not from the manager's own list: that holds every name that was blocked.
     names = {*known, *(point.name for point in importlib.metadata.entry_points(group=PROJECT))}
     unknown = sorted(blocked - names)

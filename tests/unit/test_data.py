@@ -220,3 +220,19 @@ def test_tasks_come_from_a_name_or_a_path() -> None:
 
 def test_files_of_credentials_may_be_text() -> None:
     assert Credentials(id="c", files={"/k": "é"}).files == {"/k": "é".encode()}
+
+
+def test_a_hook_that_there_is_not_is_an_error_that_names_the_nearest() -> None:
+    from rlsandbox.hooks import hookimpl, plugin_manager
+
+    class Acme:
+        @hookimpl
+        def rlsandbox_verfy(self) -> None: ...
+
+    class Later:
+        @hookimpl(optionalhook=True)
+        def rlsandbox_of_a_later_version(self) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"Acme: there is no hook rlsandbox_verfy.*rlsandbox_verify"):
+        plugin_manager([Acme()])
+    plugin_manager([Later()])
