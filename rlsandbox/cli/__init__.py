@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stop = Stop()
     try:
         with ended_by_signals(stop, whole=argv is None):
-            from .main import run_main
+            from .root import run_main
 
             status = run_main(argv)
         if stop.number is None:

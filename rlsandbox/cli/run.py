@@ -15,8 +15,8 @@ import click
 from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
 from ..task import Task
 from .common import console, json_option, pool_arguments, pool_options, print_json, with_image, writable_file
-from .main import bad_input
 from .policy import find_policy
+from .root import bad_input
 from .signals import on_record, run_async
 
 if TYPE_CHECKING:

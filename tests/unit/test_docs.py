@@ -14,7 +14,7 @@ import click
 import pytest
 
 import rlsandbox as rls
-from rlsandbox.cli.main import group
+from rlsandbox.cli.root import group
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -133,3 +133,10 @@ def test_simulate(cli: Cli) -> None:
     table = cli(*argv)
     assert "80 completed" in table.out
     assert table.err == ""
+
+
+def test_the_entry_point_stays_a_function(cli: Cli) -> None:
+    assert cli("--version").status == 0
+    from rlsandbox.cli import main
+
+    assert callable(main), "a module of that name, once imported, would take its place"

@@ -19,7 +19,7 @@ import pytest
 
 import rlsandbox
 from rlsandbox import cli as cli_package
-from rlsandbox.cli.main import group
+from rlsandbox.cli.root import group
 from rlsandbox.errors import ClaimTimeoutError, ConfigError, ImageError, SandboxError, UnsupportedError
 
 from .conftest import Cli
