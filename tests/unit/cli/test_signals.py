@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[3]
 BEGIN = """
 import asyncio, gc, os, signal, sys, threading
 from rlsandbox.cli import main, signals
-import rlsandbox.cli.main as whole
+import rlsandbox.cli.root as whole
 
 def kill():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -144,6 +144,8 @@ def command():
         )  # fmt: skip
         try:
             os.close(slave)
+            os.close(says)
+            says = -1
             assert os.read(said, 2) == b"up"
             os.close(master)  # every write to it fails from here on
             master = -1
@@ -153,8 +155,9 @@ def command():
             child.kill()
             child.wait()
     finally:
-        for fd in (said, says, *([master] if master >= 0 else [])):
-            os.close(fd)
+        for fd in (said, says, master):
+            if fd >= 0:
+                os.close(fd)
 
 
 def test_an_interruption_that_comes_while_handlers_are_set_leaves_none(
