@@ -51,9 +51,9 @@ def reason(error: BaseException) -> str:
 
 def say(text: str, *, error: bool = False) -> None:
     """Log *text* and warn with it: without logging configured a log line alone would be seen by nobody."""
-    log.log(logging.ERROR if error else logging.WARNING, "%s", text)
     with contextlib.suppress(Warning):  # where warnings are errors, this one still stops nothing
         warnings.warn(text, LedgerWarning, stacklevel=3)
+    log.log(logging.ERROR if error else logging.WARNING, "%s", text)
 
 
 def put_elsewhere(ledger: Path, rows: list[Row], trouble: str) -> Path | None:

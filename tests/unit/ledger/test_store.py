@@ -240,7 +240,7 @@ def test_a_disk_that_fills_up_holds_records_in_memory_and_writes_them_later(
         assert store.flush_blocking(1)
         assert [r for _, _, r, _ in rows(store.path)] == ["before", *(f"during/{i}" for i in range(500))]
         assert caplog.text.count("kept in memory") == 1
-        assert "can be written again" in caplog.text
+        wait_until(lambda: "can be written again" in caplog.text, "word of it")
         store.close()
 
 
