@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlsandbox import _paths
+from tests.support.alone import alone
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -99,17 +99,10 @@ def test_it_runs_as_it_stands(block: tuple[str, int], tmp_path: Path) -> None:
         "print('the block has ended')\n"
     )
     (tmp_path / "source.py").write_text(source)
-    env = {
-        **os.environ,
-        "RLSANDBOX_HOME": str(tmp_path / "home"),
-        "RLSANDBOX_CACHE": str(_paths.cache()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "MPLBACKEND": "Agg",
-    }
     done = subprocess.run(
         [sys.executable, "block.py", "source.py"],
         cwd=tmp_path,
-        env=env,
+        env=alone(tmp_path / "home"),
         capture_output=True,
         text=True,
         timeout=300,

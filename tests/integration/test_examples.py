@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from rlsandbox import _paths
+from tests.support.alone import alone
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
@@ -30,16 +29,9 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     if not (ROOT / "examples" / name).exists():
         pytest.fail(f"examples/{name} is missing")
     arguments, said = EXAMPLES[name]
-    env = {
-        **os.environ,
-        "RLSANDBOX_HOME": str(tmp_path / "home"),
-        "RLSANDBOX_CACHE": str(_paths.cache()),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "MPLBACKEND": "Agg",
-    }
     done = subprocess.run(
         [sys.executable, "-W", "error::ResourceWarning", str(ROOT / "examples" / name), *arguments],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300,
+        cwd=tmp_path, env=alone(tmp_path / "home"), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr

@@ -18,6 +18,7 @@ import pytest
 
 import rlsandbox as rls
 from rlsandbox.errors import PoolClosedError, SandboxStateError
+from tests.support.together import all_at_once
 
 ROOT = Path(__file__).parents[2]
 TASKS = [rls.Task(id=f"t{i}") for i in range(4)]
@@ -93,23 +94,7 @@ def test_a_pool_that_is_closed_while_its_rollouts_run(tmp_path: Path) -> None:
 def test_many_close_at_once(tmp_path: Path) -> None:
     pool = make(tmp_path)
     sandbox = pool.claim(TASKS[0], timeout=60)
-    errors: list[BaseException] = []
-    together = threading.Barrier(8)
-
-    def close() -> None:
-        together.wait(60)
-        try:
-            pool.close()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=close) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-    assert errors == []
+    assert all_at_once(8, lambda _: pool.close()) == []
     assert not list(tmp_path.glob("*.jsonl")), "what could not be written"
     assert pool.closed
     with pytest.raises(PoolClosedError):

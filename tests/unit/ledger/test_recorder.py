@@ -6,7 +6,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from rlsandbox.spec import Spec
 from rlsandbox.task import Grader, Task
 from tests.support.faulty_sqlite import faulty
 from tests.support.small_disk import fill, small_disk
+from tests.support.together import all_at_once
 
 TASK = Task(id="HumanEval/0", grader=Grader(command="true"), image="img", metadata={"difficulty": "hard"})
 
@@ -324,25 +324,10 @@ def test_a_reader_without_write_permission(tmp_path: Path) -> None:
 
 def test_many_close_at_once(tmp_path: Path) -> None:
     """What the last of them adds when the writer has ended is no record that could not be written."""
-    errors: list[BaseException] = []
     for n in range(20):
         ledger = Ledger.open(f"run{n}", tmp_path)
         ledger.request(TASK, batch=ledger.new_batch())
-        together = threading.Barrier(8)
-
-        def close(ledger: Ledger = ledger, together: threading.Barrier = together) -> None:
-            try:
-                together.wait(60)
-                ledger.close()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=close) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert errors == []
+        assert all_at_once(8, lambda _, ledger=ledger: ledger.close()) == []
         kinds = [event.kind for event in reading.events_of(ledger.path)]
         assert (kinds.count("end"), kinds.count("close")) == (1, 1)
     assert not list(tmp_path.glob("*.jsonl"))
