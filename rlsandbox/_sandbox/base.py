@@ -28,6 +28,7 @@ from .command import (
     argv_of,
     deadline_ms,
     env_pairs,
+    keepers_limit,
     seconds,
     start_error,
     stream_name,
@@ -288,6 +289,8 @@ class SandboxBase(Live):
         who = user if user is not None else self.spec.user if self.spec.user is not None else self._user
         if who is None:
             return None
+        if not who:
+            raise ConfigError("user must be a name, a uid or uid:gid, not an empty text")
         if self.one_uid and who not in ("root", "0", "0:0"):
             raise UnsupportedError(
                 f"user={who!r}: this machine gives the sandbox one uid only",
@@ -369,7 +372,9 @@ class SandboxBase(Live):
         limit = self.output_limit(None)
         timeout = seconds(timeout)
         collector = Collector(limit)
-        channel, argv = self.command(cmd, timeout=timeout, output_limit=max(limit, 1), sink=collector.add)
+        channel, argv = self.command(
+            cmd, timeout=timeout, output_limit=keepers_limit(limit), sink=collector.add
+        )
         return await self._ended(channel, argv, collector, timeout)
 
 

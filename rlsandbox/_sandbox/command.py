@@ -7,7 +7,8 @@ import errno
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..errors import CommandStartError, ConfigError, SandboxDiedError, SandboxError
@@ -20,6 +21,8 @@ Cmd = str | Sequence[str]
 SHELL = "/bin/sh"
 SCRIPT_FD = "/proc/self/fd/9"
 LONGEST_S = 1e9  # 31 years; beyond it clocks and counters of milliseconds overflow
+MOST_RUNS = 1 << 14  # remembered of the order in which two streams arrived before they are looked through
+MOST_ASKED = 64 << 20  # the keeper holds that much of a stream's end, no more
 MAX_ARGUMENT = 131072  # the kernel's limit for one argument, its NUL included
 DEFAULT_ENV = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -34,7 +37,7 @@ _START = {"enter the working directory": "bad_cwd", "find ": "bad_user", "become
 def argv_of(cmd: Cmd) -> tuple[list[bytes], bytes | None]:
     """The program's arguments, and the script for descriptor 9 when it is too long for one."""
     if isinstance(cmd, str):
-        script = text_bytes(cmd, "the command")
+        script = script_bytes(cmd)
         if len(script) >= MAX_ARGUMENT:
             return [SHELL.encode(), SCRIPT_FD.encode()], script
         return [SHELL.encode(), b"-c", script], None
@@ -43,6 +46,12 @@ def argv_of(cmd: Cmd) -> tuple[list[bytes], bytes | None]:
     if not cmd:
         raise ConfigError("a command must not be an empty list")
     return [text_bytes(part, "an argument") for part in cmd], None
+
+
+def script_bytes(cmd: str) -> bytes:
+    """A command for a shell, which must not take one that begins with a dash for its own option."""
+    script = text_bytes(cmd, "the command")
+    return b" " + script if script[:1] in (b"-", b"+") else script
 
 
 def text_bytes(text: str, what: str) -> bytes:
@@ -72,6 +81,12 @@ def content_bytes(data: bytes | str, what: str) -> bytes:
     if not isinstance(data, (bytes, bytearray, memoryview)):
         raise ConfigError(f"{what} must be bytes or a string, not {type(data).__name__}")
     return bytes(data)
+
+
+def callback(function: object, what: str) -> None:
+    """Check it before anything is begun: what has nothing to tell would never call it."""
+    if function is not None and not callable(function):
+        raise ConfigError(f"{what} must be a function, not {type(function).__name__}")
 
 
 def env_pairs(*maps: Mapping[str, str]) -> list[str]:
@@ -118,49 +133,106 @@ def start_error(error: KeeperFailure, argv: Sequence[bytes], **where: Any) -> Sa
     return CommandStartError(text, kind="command_spawn", retryable=True, **where)
 
 
+def keepers_limit(limit: int) -> int:
+    """The ``output_limit`` of a SPAWN whose caller keeps *limit* bytes of each stream; 0: all is sent.
+
+    Twice as much: then what fits comes as it is printed, and nobody has to guess in which order.
+    """
+    return 2 * max(limit, 1) if limit <= MOST_ASKED else 0
+
+
 class Collector:
-    """Head and tail of what a command prints, and all of it in the order of arrival.
+    """Head and tail of what a command prints, and in which order the two streams arrived.
 
     *limit* bytes of each stream are kept: the first half, and the last half.
     """
 
     def __init__(self, limit: int) -> None:
-        self._first = limit // 2
+        self._first = {STDOUT: limit // 2, STDERR: limit // 2}
         self._last = limit - limit // 2
-        self._order: list[tuple[int, bytearray]] = []
-        self._head = {STDOUT: 0, STDERR: 0}
+        self._head = {STDOUT: bytearray(), STDERR: bytearray()}
         self._tail = {STDOUT: bytearray(), STDERR: bytearray()}
+        self._runs = array("Q", [0])  # bytes of stdout, of stderr, of stdout ... as they arrived
+        self._at = STDOUT  # the stream of the last run
+        self._most_runs = MOST_RUNS
         self.seen = {STDOUT: 0, STDERR: 0}
 
     def add(self, stream: int, data: bytes, tail: bool = False) -> None:
         if stream not in self._head:
             return
-        self.seen[stream] += len(data)
-        if not self._last:
-            return
+        size = len(data)
+        self.seen[stream] += size
+        if stream == self._at:
+            self._runs[-1] += size
+        else:
+            if len(self._runs) >= self._most_runs:
+                self._forget()
+            self._runs.append(size)
+            self._at = stream
         if not tail:
-            room = self._first - self._head[stream]
+            head = self._head[stream]
+            room = self._first[stream] - len(head)
+            if room >= size:
+                head += data
+                return
             if room > 0:
-                piece = data if len(data) <= room else data[:room]
-                if self._order and self._order[-1][0] == stream:
-                    self._order[-1][1].extend(piece)  # a program that prints byte by byte costs no more
-                else:
-                    self._order.append((stream, bytearray(piece)))
-                self._head[stream] += len(piece)
-                if len(data) <= room:
-                    return
+                head += data[:room]
                 data = data[room:]
         kept = self._tail[stream]
         kept += data
         if len(kept) > self._last + 65536:
-            del kept[: -self._last]
+            del kept[: len(kept) - self._last]
+
+    def lost(self, stream: int, size: int) -> None:
+        """*size* bytes were printed here that nobody kept."""
+        self.seen[stream] += size
+        self._first[stream] = len(self._head[stream])
+        self._tail[stream].clear()  # what is left must be in one piece
 
     def replay(self, other: Collector) -> None:
-        """Give what was collected here to *other*."""
-        for stream, data in self._order:
-            other.add(stream, bytes(data))
-        for stream, kept in self._tail.items():
-            other.add(stream, bytes(kept))
+        """Give what was collected here to *other*, which has nothing yet."""
+        missing = {s: seen - len(self._head[s]) - len(self._tail[s]) for s, seen in self.seen.items()}
+        for stream, late, data in self._pieces({s: len(kept) for s, kept in self._tail.items()}):
+            if late and missing[stream]:
+                other.lost(stream, missing[stream])
+                missing[stream] = 0
+            other.add(stream, data)
+        for stream, size in missing.items():
+            if size:
+                other.lost(stream, size)
+
+    def _pieces(self, tails: Mapping[int, int]) -> Iterator[tuple[int, bool, bytes]]:
+        """What is kept, as it arrived: stream, whether it is of the tail, bytes.
+
+        *tails*: how many bytes of the end of each stream.
+        """
+        total = {STDOUT: sum(self._runs[0::2]), STDERR: sum(self._runs[1::2])}
+        at = {STDOUT: 0, STDERR: 0}
+        for number, size in enumerate(self._runs):
+            stream = STDERR if number % 2 else STDOUT
+            begin, end = at[stream], at[stream] + size
+            at[stream] = end
+            head, kept = self._head[stream], self._tail[stream]
+            if begin < len(head):
+                yield stream, False, bytes(head[begin : min(end, len(head))])
+            begin = max(begin, total[stream] - tails[stream])
+            if begin < end:
+                after = len(kept) - total[stream]
+                yield stream, True, bytes(kept[begin + after : end + after])
+
+    def _forget(self) -> None:
+        """Runs of what is not kept any more: the list of them must not grow for ever."""
+        runs, at = array("Q", [0]), STDOUT
+        for stream, _, data in self._pieces({s: len(kept) for s, kept in self._tail.items()}):
+            if stream == at:
+                runs[-1] += len(data)
+            else:
+                runs.append(len(data))
+                at = stream
+        if at != self._at:
+            runs.append(0)
+        self._runs = runs
+        self._most_runs = max(MOST_RUNS, 2 * len(runs))
 
     def result(self, end: Exit | None, *, duration_s: float | None = None, **changes: Any) -> CommandResult:
         """The result.
@@ -192,31 +264,34 @@ class Collector:
             stdout_size=out_size,
             stderr_size=err_size,
             truncated=out_cut or err_cut,
-            merged=self._merged(out, err, stdout, stderr),
+            merged=self._merged(out, err) if stdout and stderr else stdout or stderr,
             **facts,
         )
 
     def _stream(self, stream: int, told: int | None) -> tuple[_Kept, bool, int]:
         if not self.seen[stream] and not told:
             return _NOTHING, False, 0
-        tail = bytes(self._tail[stream][-self._last :])
+        kept = self._tail[stream]
+        tail = bytes(kept[max(0, len(kept) - self._last) :])
         size = max(self.seen[stream], told or 0)
-        head = b"".join([data for s, data in self._order if s == stream])
+        head = bytes(self._head[stream])
         omitted = size - len(head) - len(tail)
         return _Kept(head, tail, omitted), omitted > 0, size
 
-    def _merged(self, out: _Kept, err: _Kept, stdout: str, stderr: str) -> str:
-        if not stderr:
-            return stdout
-        if not stdout:
-            return stderr
-        decoders = {s: codecs.getincrementaldecoder("utf-8")("replace") for s in (STDOUT, STDERR)}
-        parts = [decoders[stream].decode(data) for stream, data in self._order]
-        for stream, kept in ((STDOUT, out), (STDERR, err)):
-            if kept.omitted > 0:
-                parts.append(kept.marker + _skip_partial(kept.tail).decode("utf-8", "replace"))
-            else:
-                parts.append(decoders[stream].decode(kept.tail, True))
+    def _merged(self, out: _Kept, err: _Kept) -> str:
+        """Both, as they arrived; what came while the middle of the other stream passed, before its marker."""
+        kept = {STDOUT: out, STDERR: err}
+        cut = {s: one for s, one in kept.items() if one.omitted > 0}
+        decoders = {s: codecs.getincrementaldecoder("utf-8")("replace") for s in kept}
+        tails = {s: len(_skip_partial(one.tail) if s in cut else one.tail) for s, one in kept.items()}
+        parts: list[str] = []
+        for stream, late, data in self._pieces(tails):
+            if late and stream in cut:
+                parts.append(cut.pop(stream).marker)
+                decoders[stream].reset()
+            parts.append(decoders[stream].decode(data))
+        for stream in kept:
+            parts.append(cut[stream].marker if stream in cut else decoders[stream].decode(b"", True))
         return "".join(parts)
 
 

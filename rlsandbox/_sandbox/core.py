@@ -21,7 +21,9 @@ from .base import OnOutput, Path_, SandboxBase
 from .command import (
     Cmd,
     Collector,
+    callback,
     content_bytes,
+    keepers_limit,
     start_error,
 )
 from .host import AsyncSnapshot
@@ -66,6 +68,7 @@ class AsyncSandbox(SandboxBase):
             SandboxStateError: the sandbox is paused, graded, released ...
         """
         raw = None if stdin is None else content_bytes(stdin, "stdin")
+        callback(on_output, "on_output")
         timeout = self.allow(timeout)
         limit = self.output_limit(output_limit)
         collector = Collector(limit)
@@ -76,7 +79,7 @@ class AsyncSandbox(SandboxBase):
             env=env,
             user=user,
             stdin=raw is not None,
-            output_limit=0 if on_output is not None else max(limit, 1),
+            output_limit=0 if on_output is not None else keepers_limit(limit),
             sink=None if on_output is not None else collector.add,
         )
         if raw is not None:
@@ -173,6 +176,7 @@ class AsyncSandbox(SandboxBase):
         (bytes done, bytes in all).
         """
         self._require("ready")
+        callback(progress, "progress")
         await files.upload(self, local, remote, exclude, user, progress)
 
     async def download(
@@ -186,6 +190,7 @@ class AsyncSandbox(SandboxBase):
     ) -> None:
         """Copy a file or directory out; the same rules as :meth:`upload`. Never writes outside *local*."""
         self._require("ready", "graded")
+        callback(progress, "progress")
         await files.download(self, remote, local, exclude, user, progress)
 
     async def changes(self, path: Path_ = "/") -> list[FileInfo]:

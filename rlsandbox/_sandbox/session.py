@@ -32,7 +32,7 @@ from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
 from .base import Deadline
-from .command import Collector, content_bytes, start_error, text_bytes
+from .command import Collector, content_bytes, script_bytes, start_error
 from .host import Live
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class AsyncSession(Live):
         """
         if not isinstance(cmd, str):
             raise ConfigError(f"a session's command is a string for its shell, not {cmd!r}")
-        script = text_bytes(cmd, "the command")
+        script = script_bytes(cmd)
         async with self._lock:
             self._check()
             timeout = self._sandbox.allow(timeout)

@@ -15,7 +15,7 @@ from ..results import CommandResult, FileInfo, Outcome, Stream
 from ..spec import Spec
 from ..task import Grader, Task
 from .base import OnOutput, Path_, State
-from .command import Cmd
+from .command import Cmd, callback, content_bytes
 from .core import AsyncSandbox, Progress
 from .host import AsyncSnapshot, Live, SandboxLimits
 from .process import AsyncProcess
@@ -239,10 +239,13 @@ class Sandbox(_CM):
     def _run_shown(
         self, cmd: Cmd, on_output: OnOutput, check: bool, *, stdin: bytes | str | None, **how: Any
     ) -> CommandResult:
+        callback(on_output, "on_output")
+        raw = None if stdin is None else content_bytes(stdin, "stdin")
+
         async def start() -> AsyncProcess:
-            process = await self._async.popen(cmd, stdin=stdin is not None, **how)
-            if stdin is not None:
-                process.feed(stdin)
+            process = await self._async.popen(cmd, stdin=raw is not None, **how)
+            if raw is not None:
+                process.feed(raw)
             return process
 
         with Process(self._portal.call(start), self._portal) as process:

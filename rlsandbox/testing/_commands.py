@@ -42,6 +42,11 @@ class Commands(Fixtures):
     def test_text_in_order_of_arrival(self, sandbox: Sandbox) -> None:
         r = sandbox.run("echo 1; sleep 0.2; echo 2 >&2; sleep 0.2; echo 3")
         assert r.text == "1\n2\n3\n"
+        # Whatever the share of the limit that a stream has used by then.
+        r = sandbox.run("printf 12345678; sleep 0.2; echo end >&2; sleep 0.2; echo", output_limit=9)
+        assert (r.text, r.truncated) == ("12345678end\n\n", False)
+        r = sandbox.run("seq 1 100000; sleep 0.2; echo end >&2")
+        assert (r.text[-10:], r.truncated) == ("00000\nend\n", False)
 
     def test_characters_cut_by_frame_edges(self, sandbox: Sandbox) -> None:
         r = sandbox.run(r"i=0; while [ $i -lt 5000 ]; do printf '\303'; printf '\251'; i=$((i+1)); done")
@@ -91,8 +96,14 @@ class Commands(Fixtures):
         r = sandbox.run("printf 0123456789", output_limit=4)
         assert (r.stdout, r.stdout_size) == ("01\n[... 6 bytes left out ...]\n89", 10)
         assert sandbox.run("printf 0123456789", output_limit=10).stdout == "0123456789"
+        assert sandbox.run("printf 0123456789", output_limit=9).stdout.startswith("0123\n[... 1 bytes left")
         none = sandbox.run("printf 0123456789", output_limit=0)
         assert (none.stdout_size, none.truncated) == (10, True)
+
+    def test_a_limit_above_what_the_keeper_holds(self, sandbox: Sandbox) -> None:
+        r = sandbox.run("head -c 150000000 /dev/zero; printf end", output_limit="200MB", timeout=LONG)
+        assert (r.truncated, r.stdout_size, len(r.stdout_bytes)) == (False, 150_000_003, 150_000_003)
+        assert r.stdout_bytes.endswith(b"\0end")
 
     def test_a_cut_through_a_character(self, sandbox: Sandbox) -> None:
         r = sandbox.run("printf ééééé", output_limit=6)
@@ -148,6 +159,15 @@ class Commands(Fixtures):
                 sandbox.run(argv)
             assert not caught.value.infrastructure
 
+    def test_a_command_that_begins_with_a_dash(self, sandbox: Sandbox) -> None:
+        """As a model's list of commands does: the shell looks for it, and does not take it for an option."""
+        for cmd in ("-c 'exit 3'", "- ls", "-e", "+x", "--help"):
+            assert sandbox.run(cmd).exit_code == 127, cmd
+        with sandbox.session() as sh:
+            assert sh.run("-x; (exit 4)").exit_code == 4
+            assert sh.run("-x").exit_code == 127
+            assert "x" not in sh.run("echo $-").stdout
+
     def test_a_cwd_that_does_not_exist(self, sandbox: Sandbox) -> None:
         with pytest.raises(errors.CommandStartError, match="could not be started"):
             sandbox.run("true", cwd="/no/such/directory")
@@ -176,6 +196,11 @@ class Commands(Fixtures):
             lambda: sandbox.read_file(5),  # type: ignore[arg-type]
             lambda: sandbox.run("true", cwd=b"/"),  # type: ignore[arg-type]
             lambda: sandbox.upload("/etc/hostname", "/tmp/x", exclude=[5]),  # type: ignore[list-item]
+            lambda: sandbox.upload("/etc/hostname", "/tmp/x", progress=5),  # type: ignore[arg-type]
+            lambda: sandbox.download("/etc/passwd", "/no/such", progress=5),  # type: ignore[arg-type]
+            lambda: sandbox.run("true", on_output=5),  # type: ignore[arg-type]
+            lambda: sandbox.run("cat", stdin=5, on_output=print),  # type: ignore[arg-type]
+            lambda: sandbox.run("true", user=""),  # would be whoever commands run as without one
         ]
         for call in wrong:
             with pytest.raises(errors.ConfigError):

@@ -246,6 +246,17 @@ class Sessions(Fixtures):
                 assert sh.run("(exit 8)").exit_code == 8
         assert time.monotonic() - start < LONG / 2
 
+    def test_session_background_jobs_that_print_much(self, sandbox: Sandbox, shell: str) -> None:
+        """What is printed between two commands is bounded too, and what is left out is said."""
+        with sandbox.session(shell=shell) as sh:
+            sh.run("mkfifo /tmp/go /tmp/out; (read x </tmp/go; seq 1 100000; echo x >/tmp/out) &")
+            sandbox.run("echo >/tmp/go; cat /tmp/out", timeout=LONG)
+            r = sh.run("echo now", timeout=LONG)
+            assert (r.truncated, r.stdout_size) == (True, 588_895 + 4)
+            assert r.stdout.startswith("1\n2\n3\n")
+            assert " bytes left out ...]\n" in r.stdout
+            assert r.stdout.endswith("\n99999\n100000\nnow\n")
+
     def test_session_stdin(self, sandbox: Sandbox, shell: str) -> None:
         with sandbox.session(shell=shell) as sh:
             assert sh.run("read a; read b; cat", stdin="1\n2\n3").stdout == "3"

@@ -86,14 +86,76 @@ def test_the_keeper_s_own_head_and_tail() -> None:
     assert whole.result(Exit(0, ExitFlag(0), 0, 7, 0)).stdout == "headmor"
 
 
+TEXTS = st.lists(st.tuples(st.sampled_from([1, 2]), st.text("ab\n", max_size=9).map(str.encode)), max_size=40)
+
+
+@given(TEXTS, st.integers(0, 60), st.integers(0, 3))
+def test_text_is_in_the_order_of_arrival(pieces: list[tuple[int, bytes]], limit: int, most: int) -> None:
+    """Against a list of every byte: what is left out of a stream is where its marker stands."""
+    collector = Collector(limit)
+    collector._most_runs = most or 1000  # few: what is not kept any more is forgotten again and again
+    for stream, data in pieces:
+        collector.add(stream, data)
+        collector._most_runs = min(collector._most_runs, most or 1000)
+    r = collector.result(None, duration_s=0)
+    sizes = {stream: sum(len(d) for s, d in pieces if s == stream) for stream in (1, 2)}
+    expected, at, told = "", {1: 0, 2: 0}, {s for s, size in sizes.items() if size <= limit}
+    for stream, data in pieces:
+        for byte in data.decode():
+            first = at[stream] < limit // 2 or sizes[stream] <= limit
+            last = at[stream] >= sizes[stream] - (limit - limit // 2)
+            if last and not first and stream not in told:
+                told.add(stream)
+                expected += f"\n[... {sizes[stream] - limit} bytes left out ...]\n"
+            expected += byte if first or last else ""
+            at[stream] += 1
+    for stream in (1, 2):
+        if stream not in told:
+            expected += f"\n[... {sizes[stream] - limit} bytes left out ...]\n"
+    assert r.text == expected
+
+
+@given(PIECES, PIECES, st.integers(0, 60), st.integers(0, 200))
+def test_what_came_between_two_commands_comes_with_the_next_one(
+    before: list[tuple[int, bytes]], after: list[tuple[int, bytes]], held: int, limit: int
+) -> None:
+    between, collector = Collector(held), Collector(limit)
+    for stream, data in before:
+        between.add(stream, data)
+    between.replay(collector)
+    for stream, data in after:
+        collector.add(stream, data)
+    r = collector.result(None, duration_s=0)
+    for stream, kept, size in ((1, r.stdout_bytes, r.stdout_size), (2, r.stderr_bytes, r.stderr_size)):
+        old = b"".join(d for s, d in before if s == stream)
+        full = old + b"".join(d for s, d in after if s == stream)
+        assert size == len(full)
+        if len(old) <= held and len(full) <= limit:
+            assert kept == full
+        elif kept != full:  # a little more than *held* is kept, and need not be
+            assert r.truncated
+            assert kept.endswith(full[len(full) - min(limit - limit // 2, len(full) - len(old)) :])
+
+
 def test_collector_is_bounded() -> None:
-    import sys
+    def held(collector: Collector) -> int:
+        buffers = [*collector._head.values(), *collector._tail.values()]
+        return sum(map(len, buffers)) + len(collector._runs) * collector._runs.itemsize
 
     collector = Collector(1000)
     for _ in range(1000):
         collector.add(1, b"x" * 10_000)
-    assert sum(len(d) for _, d in collector._order) + sys.getsizeof(collector._tail[1]) < 200_000
+    assert held(collector) < 200_000
     assert collector.result(None, duration_s=0).stdout_size == 10_000_000
+    alternating = Collector(20_000)
+    for _ in range(200_000):  # byte by byte, in turns
+        alternating.add(1, b"o")
+        alternating.add(2, b"e")
+    assert held(alternating) < 8_000_000
+    r = alternating.result(None, duration_s=0)
+    assert r.text.startswith("oeoeoe")
+    assert r.text.endswith("oeoeoe")
+    assert (r.stdout_size, r.stderr_size) == (200_000, 200_000)
 
 
 def test_argv() -> None:
