@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from typing import Any
 
+from ..errors import SandboxError
 from ..results import FileInfo
 from .channel import CommandChannel, Exit
 from .connection import CANCEL_GRACE_S, Connection, KeeperFailure, Welcome, _ignore, facts_of
@@ -117,9 +118,13 @@ class KeeperClient(Connection):
                 await channel.cancelled(CANCEL_GRACE_S)
 
     async def bring_layer(self, layer: str, source: KeeperClient) -> int:
-        """Bring a sealed layer here from another keeper, by way of us; its bytes. Ends the episode."""
+        """Bring a sealed layer here from another keeper, by way of us; its bytes. Ends the episode.
+
+        Raises:
+            SandboxError: *source* could not give it (kind ``layer_copy``): another one may.
+        """
         await self.reset("")
-        tar = source.export(layer)
+        tar = _from(source, layer)
         try:
             return await self.import_layer(layer, tar)
         finally:
@@ -176,6 +181,21 @@ class KeeperClient(Connection):
     async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
         data, _ = await self.collect(Op.STAT, path=path, user=user)
         return next(file_info(e) for e in decode_entries([bytes(data)]))
+
+
+async def _from(source: KeeperClient, layer: str) -> AsyncGenerator[bytes, None]:
+    """A layer of another sandbox, whose failures are not this one's."""
+    tar = source.export(layer)
+    try:
+        async for piece in tar:
+            yield piece
+    except SandboxError as error:
+        raise SandboxError(
+            f"layer {layer} could not be read from sandbox {source.member}: {error.message}",
+            kind="layer_copy", phase="reset", retryable=True, sandbox=source.member,
+        ) from error  # fmt: skip
+    finally:
+        await tar.aclose()
 
 
 def _facts(data: bytearray) -> list[tuple[str, str]]:

@@ -337,15 +337,15 @@ class Driver(Watching):
     def _arrived(self, name: str, held: Held) -> None:
         self.held[name] = held
         link: Any = held.link
-        if hasattr(link, "source"):
-            link.source, link.lost_layer = self._layer_at, self._layer_lost
+        if hasattr(link, "sources"):
+            link.sources, link.lost_layer = self._layer_at, self._layer_lost
         held.link.on_lost(lambda error: self._lost(name, error))
         self.tell(self.core.provisioned, name, once=held.link.mode == "replace")
 
-    def _layer_at(self, layer: str) -> Any:
-        """A link to a member that has the layer."""
+    def _layer_at(self, layer: str) -> list[Any]:
+        """Links to the members that have the layer."""
         links = (held.link for held in self.held.values())
-        return next((link for link in links if getattr(link, "has", lambda _: False)(layer)), None)
+        return [link for link in links if getattr(link, "has", lambda _: False)(layer)]
 
     def _layer_lost(self, layer: str) -> bool:
         links = (held.link for held in self.held.values())

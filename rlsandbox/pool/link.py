@@ -24,6 +24,7 @@ from ..reset.runner import run_reset, run_verify
 from ..results import CommandResult
 from ..spec import Spec
 from ..task import Task
+from .bringing import bring
 from .policy import in_thread
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ class KeeperLink:
         self._tell_lost: Callable[[BaseException], object] | None = None
         self.lost_layer: Callable[[str], bool] = lambda _: False
         """Whether no member has the layer any more."""
-        self.source: Callable[[str], KeeperLink | None] | None = None
-        """Another member's link that has a layer, where the backend cannot carry layers itself."""
+        self.sources: Callable[[str], list[KeeperLink]] = lambda _: []
+        """The links of members that have a layer, where the backend cannot carry layers itself."""
 
     @classmethod
     async def open(
@@ -255,10 +256,19 @@ class KeeperLink:
     ) -> None:
         if self.mode == "replace":  # never used: its episode is its only one
             return
+        try:
+            await self._reset(layer, task, credentials)
+        except KeeperFailure as error:  # of this sandbox; another one may do better
+            raise SandboxError(
+                f"its keeper could not reset it: {error.message}",
+                kind="keeper", phase="reset", retryable=True, sandbox=self._member.id,
+            ) from error  # fmt: skip
+
+    async def _reset(self, layer: str | None, task: Task | None, credentials: Sequence[Credentials]) -> None:
         await self._drop_stale()
         if layer is not None and layer not in self._given:
-            if not await self._backend.give_layer(layer, self._member) and not await self._bring(layer):
-                if self.source is not None and self.source(layer) is None and self.lost_layer(layer):
+            if not await self._backend.give_layer(layer, self._member) and not await self._brought(layer):
+                if not self.sources(layer) and self.lost_layer(layer):
                     raise SandboxError(
                         f"layer {layer} is lost: the sandbox that had it is gone",
                         kind="layer_gone", phase="reset", retryable=True, sandbox=self._member.id,
@@ -273,25 +283,9 @@ class KeeperLink:
             deadline_s=RESET_S, credentials=credentials, trusted=lambda argv: self._trusted(task, argv),
         )  # fmt: skip
 
-    async def _bring(self, layer: str) -> bool:
-        other = self.source(layer) if self.source is not None else None
+    async def _brought(self, layer: str) -> bool:
         kept = self._backend.kept_layer(layer)
-        if kept is not None:
-            await self.client.reset("")
-            try:
-                await self.client.import_layer(layer, kept)
-            except SandboxError as error:
-                if error.kind != "layer_copy" or other is None:
-                    raise
-                log.warning("%s; it is brought from another sandbox", error)
-            else:
-                return True
-            finally:
-                await kept.aclose()
-        if other is None:
-            return False
-        await self.client.bring_layer(layer, other.client)
-        return True
+        return await bring(layer, self.client, kept, self.sources, self.lost_layer)
 
     async def keep(self, layer: str) -> None:
         """Have a layer that was sealed here kept outside, where the backend does that."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import time
 
 import pytest
 from rawclient import Hub, Keeper, KeeperError
 from test_outside import changes, facts
 
-from rlsandbox.keeper.wire import Op, Tag
+from rlsandbox.keeper.wire import Op, Tag, Type
 
 
 def seal(keeper: Keeper, name: str, kill: bool = False) -> int:
@@ -143,3 +145,23 @@ def test_freed_uppers_do_not_stay(hub: Hub) -> None:
             break
         time.sleep(0.05)
     assert shmem() < before + 250
+
+
+@pytest.mark.parametrize("op", [Op.HUB_GIVE_LAYER, Op.HUB_LAYERS, Op.HUB_DROP_LAYER])
+def test_what_a_keeper_has_sealed_is_known_to_the_hub(hub: Hub, op: Op) -> None:
+    """Whoever heard from the keeper that a layer is sealed may ask the hub for it, whatever the hub hears first."""
+    keeper, other = hub.create(), hub.create(name="other")
+    keeper.write("/tmp/f", b"1")
+    os.kill(hub.process.pid, signal.SIGSTOP)
+    hub.send(Type.PING, 0, b"first")  # our stream is the first that it finds ready; all of it is read at once
+    seal(keeper, "sealed")
+    channel = hub.request(op, (Tag.LAYER, "sealed"), (Tag.MEMBER, "other"))
+    os.kill(hub.process.pid, signal.SIGCONT)
+    fields, _ = hub.reply(channel)
+    if op == Op.HUB_GIVE_LAYER:
+        stand_on(other, "sealed")
+        assert other.read("/tmp/f") == b"1"
+    elif op == Op.HUB_LAYERS:
+        assert [row.split("\t")[0] for row in fields[Tag.LAYER]] == ["sealed"]
+    else:
+        assert Tag.LAYER not in hub.call(Op.HUB_LAYERS)[0]

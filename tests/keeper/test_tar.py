@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import random
 import struct
 import tarfile
+import time
+from pathlib import Path
 
 import pytest
 from rawclient import Hub, Keeper, KeeperError
@@ -13,6 +16,7 @@ from test_layers import give, seal, stand_on
 from test_outside import changes
 
 from rlsandbox.keeper.wire import WINDOW, Op, Tag, Type
+from tests.support.keepers import keeper_of
 
 
 def export(keeper: Keeper, **options: object) -> bytes:
@@ -101,6 +105,48 @@ def test_on_top_of_what_it_stands_on(hub: Hub) -> None:
     bring(keeper, "work", data)
     stand_on(keeper, "work")
     assert keeper.sh("ls /tmp").stdout == b"primed\nwork\n"
+
+
+def test_a_sealed_layer_is_sent_whatever_becomes_of_the_episode_and_of_its_name(hub: Hub) -> None:
+    keeper, other = hub.create((Tag.UPPER_BYTES, 64 << 20)), hub.create(name="other")
+    keeper.spawn("sleep", "31.4159")
+    own_mounts = Path(f"/proc/{keeper_of('sleep 31.4159')}/mountinfo")
+    content = random.Random(1).randbytes(8 << 20)
+    keeper.write("/tmp/big", content)
+    keeper.write("/usr/x", b"usr")
+    seal(keeper, "sealed", kill=True)
+    whole = export(keeper, layer="sealed", flags=1)
+    for flags in (0, 1):  # itself, and with what is below
+        if flags:
+            bring(keeper, "sealed", whole)
+        keeper.write("/tmp/live", content)
+        channel = keeper.request(Op.EXPORT, (Tag.LAYER, "sealed"), (Tag.FLAGS, flags))
+        first = keeper.next(channel)  # it is under way, and waits for us
+        live = keeper.request(Op.EXPORT)
+        begun = keeper.next(live)
+        keeper.reset()
+        keeper.call(Op.DROP_LAYER, (Tag.LAYER, "sealed"))
+        keeper.write("/tmp/big", b"another")
+        seal(keeper, f"another{flags}", kill=True)
+        keeper.reset()
+        keeper.waiting.setdefault(channel, []).insert(0, first)
+        data = keeper.reply(channel)[1]
+        assert tarfile.open(fileobj=io.BytesIO(data)).extractfile("tmp/big").read() == content  # type: ignore[union-attr]
+        bring(other, f"sent{flags}", data)
+        stand_on(other, f"sent{flags}")
+        assert (other.read("/tmp/big"), other.read("/usr/x")) == (content, b"usr")
+        with pytest.raises(KeeperError) as caught:  # what the episode had written is the episode's
+            keeper.waiting.setdefault(live, []).insert(0, begun)
+            keeper.reply(live)
+        assert caught.value.errno == errno.ECANCELED
+        with pytest.raises(KeeperError):
+            export(keeper, layer="sealed")
+    for name in ("another0", "another1"):
+        keeper.call(Op.DROP_LAYER, (Tag.LAYER, name))
+    deadline = time.monotonic() + 30  # it goes when nobody reads it any more
+    while "/k/s/" in own_mounts.read_text():
+        assert time.monotonic() < deadline, own_mounts.read_text()
+        time.sleep(0.02)
 
 
 def made(*members: tuple[tarfile.TarInfo, bytes], form: int = tarfile.PAX_FORMAT) -> bytes:

@@ -74,6 +74,8 @@ static void chan_free(struct chan *c)
     fd_close(&c->standby);
     if (c->place)
         import_drop(k, c->place, c->sealed);
+    if (c->reads && --k->layers.at[c->reads - 1]->readers == 0)
+        k->gc = true;
     free(c->dying);
     free(c->layer);
     free(c);
@@ -353,7 +355,16 @@ static bool request(struct chan *c)
     case OP_CHANGES: worker_start(c, false, work_changes); return true;
     case OP_OUTSIDE_READ: worker_start(c, false, work_outside_read); return true;
     case OP_OUTSIDE_REMOVE: worker_start(c, false, work_outside_remove); return true;
-    case OP_EXPORT: worker_start(c, false, work_export); return true;
+    case OP_EXPORT: {
+        char layer[LAYER_NAME];
+        int slot = tlv_str(c->msg.p, c->msg.len, TAG_LAYER, layer, sizeof layer) > 0 ? layers_find(&k->layers, layer) : -1;
+        if (slot >= 0) {
+            k->layers.at[slot]->readers++;
+            c->reads = (unsigned)slot + 1;
+        }
+        worker_start(c, false, work_export);
+        return true;
+    }
     case OP_IMPORT: {
         struct err e = {0};
         if (import_begin(k, c, &e) < 0)
@@ -533,8 +544,8 @@ void chan_end_all(struct keeper *k, int no, const char *what)
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i], *next; c; c = next) {
             next = c->next;
-            if (!c->job)
-                continue; /* still being received */
+            if (!c->job || c->reads)
+                continue; /* still being received, or nothing of the episode */
             if (c->started && c->op == OP_SPAWN) {
                 for (size_t j = 0; j < COUNT_OF(c->out); j++)
                     if (c->out[j] && !c->out[j]->eof_sent)

@@ -47,6 +47,7 @@ struct chan {
     unsigned place; /* IMPORT, with the layer's name */
     char *layer;
     bool sealed;
+    unsigned reads; /* EXPORT of a sealed layer: its slot + 1. It is no part of the episode, and outlives one */
     int pidfd;
     pid_t pid;
     bool forked, result_done, started, ended, finishing, kill_wanted;

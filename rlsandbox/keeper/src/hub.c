@@ -1,6 +1,7 @@
 /* The hub's requests and the lives of its sandboxes. */
 #include "hub.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -435,6 +436,20 @@ static void list(struct hub *h, uint32_t channel)
     buf_free(&b);
 }
 
+/* A keeper says to its client that a layer is sealed when it has told us. Which of the two we hear first, that or what
+ * the client asks of us then, nobody knows: what is on the way is heard before we say that there is none. */
+static int find_layer(struct hub *h, const char *layer)
+{
+    int slot = layers_find(&h->layers, layer);
+    for (struct member *m = h->members; m && slot < 0; m = m->next)
+        for (struct pollfd p = {m->src.fd, POLLIN, 0}; p.fd >= 0 && poll(&p, 1, 0) > 0; p.fd = m->src.fd) {
+            h->loop.stale = true; /* what this turn of the loop was told of it is no longer so */
+            from_keeper(&m->src, EPOLLIN);
+            slot = layers_find(&h->layers, layer);
+        }
+    return slot;
+}
+
 static void give_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
 {
     char layer[LAYER_NAME] = "", name[128] = "";
@@ -445,7 +460,7 @@ static void give_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t
     struct member *m;
     tlv_str(p, n, TAG_LAYER, layer, sizeof layer);
     tlv_str(p, n, TAG_MEMBER, name, sizeof name);
-    if ((slot = layers_find(&h->layers, layer)) < 0)
+    if ((slot = find_layer(h, layer)) < 0)
         fail(&e, ENOENT, "give layer %s: there is none of that name", layer);
     else if (!(m = member_find(h, name)) || !m->ready || m->src.fd < 0)
         fail(&e, ESRCH, "give a layer to sandbox %s: there is none of that name", name);
@@ -463,7 +478,7 @@ static void give_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t
 static void drop_layer(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
 {
     char layer[LAYER_NAME] = "";
-    int slot = tlv_str(p, n, TAG_LAYER, layer, sizeof layer) > 0 ? layers_find(&h->layers, layer) : -1;
+    int slot = tlv_str(p, n, TAG_LAYER, layer, sizeof layer) > 0 ? find_layer(h, layer) : -1;
     if (slot >= 0) {
         h->layers.at[slot]->named = false;
         layers_gc(&h->layers, NULL, 0);
@@ -475,6 +490,7 @@ static void list_layers(struct hub *h, uint32_t channel)
 {
     struct buf b = {0};
     int r = 0;
+    find_layer(h, ""); /* there is none, so everything is heard */
     for (unsigned i = 0; i < MAX_LAYERS && r == 0; i++)
         if (h->layers.at[i] && h->layers.at[i]->named)
             r = put_fmt(&b, TAG_LAYER, "%s\t%llu\t%u", h->layers.at[i]->name, (unsigned long long)h->layers.at[i]->bytes, h->layers.at[i]->n);

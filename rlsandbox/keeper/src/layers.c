@@ -80,7 +80,7 @@ void layers_gc(struct layers *l, const uint16_t *keep, unsigned n)
     for (unsigned i = 0; i < n; i++)
         wanted[keep[i]] = true;
     for (unsigned i = 0; i < MAX_LAYERS; i++)
-        for (unsigned j = 0; l->at[i] && l->at[i]->named && j < l->at[i]->n; j++)
+        for (unsigned j = 0; l->at[i] && (l->at[i]->named || l->at[i]->readers) && j < l->at[i]->n; j++)
             wanted[l->at[i]->chain[j]] = true;
     for (unsigned i = 0; i < MAX_LAYERS; i++)
         if (l->at[i] && !wanted[i]) {

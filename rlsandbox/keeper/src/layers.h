@@ -11,6 +11,7 @@ struct layer {
     bool named; /* else only kept since others stand on it */
     uint64_t bytes;
     int lock, disk; /* on a disk: the keeper's shared lock on it; the hub's descriptor of it. 0: none */
+    unsigned readers; /* helpers that send it to somebody: it stays where it is while there are any */
     unsigned n; /* chain[0] is the layer's own slot */
     uint16_t chain[MAX_CHAIN];
 };
@@ -28,7 +29,7 @@ int layers_path(const struct layers *l, unsigned slot, char *out, size_t cap);
 int layers_add(struct layers *l, const char *name, int fd, uint64_t bytes, const uint16_t *chain, unsigned n, struct err *e);
 /* Another layer of that name than the mount `fd`? Then the name is taken away from it. Slot of the same one, or -1. */
 int layers_same(struct layers *l, const char *name, int fd);
-void layers_gc(struct layers *l, const uint16_t *keep, unsigned n); /* unmounts what has no name and is in no chain */
+void layers_gc(struct layers *l, const uint16_t *keep, unsigned n); /* unmounts what has no name, no reader and is in no chain */
 int layers_clone(const struct layers *l, unsigned slot, struct err *e); /* a detached mount of it */
 
 /* Messages about layers between hub and keeper: descriptors of the chain, topmost first, come along. */
