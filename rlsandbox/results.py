@@ -15,6 +15,15 @@ RolloutOutcome = Literal[
 ]
 
 
+_NAMED = 80
+
+
+def brief(command: str) -> str:
+    """A command as errors name it: its first 80 characters, on one line and in quotes."""
+    line = " ".join(command.split())
+    return repr(line if len(line) <= _NAMED else f"{line[: _NAMED - 3]}...")
+
+
 @dataclass(frozen=True)
 class CommandResult(_Data):
     """How a command ended and what it printed.
@@ -38,6 +47,8 @@ class CommandResult(_Data):
     signal: int | None = None
     duration_s: float = field(default=0.0, compare=False)
     merged: str = field(default="", repr=False, compare=False)
+    command: str = field(default="", repr=False, compare=False)
+    """How the command begins, for errors."""
 
     @property
     def ok(self) -> bool:
@@ -52,12 +63,13 @@ class CommandResult(_Data):
         """This result, or :class:`CommandError` / :class:`CommandTimeoutError` when it is not ``ok``."""
         if self.ok:
             return self
+        named = f"command {brief(self.command)}" if self.command else "command"
         if self.timed_out:
-            raise CommandTimeoutError(f"command timed out after {self.duration_s:.3g} s")
+            raise CommandTimeoutError(f"{named} timed out after {self.duration_s:.3g} s")
         tail = self.stderr.strip().splitlines()[-1:] or self.stdout.strip().splitlines()[-1:]
         why = " out of memory" if self.oom_killed else ""
         said = f": {tail[0][:300]}" if tail else ""
-        raise CommandError(f"command exited with {self.exit_code}{why}{said}")
+        raise CommandError(f"{named} exited with {self.exit_code}{why}{said}")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from .command import (
     Cmd,
     Collector,
     argv_of,
+    beginning,
     deadline_ms,
     env_pairs,
     keepers_limit,
@@ -76,6 +77,9 @@ class Deadline:
 
 class SandboxBase(Live):
     """State and commands; :class:`~.core.AsyncSandbox` is what a user holds."""
+
+    shown_as = "AsyncSandbox"
+    """What its holder knows it as; the synchronous facade says so."""
 
     def __init__(
         self,
@@ -145,7 +149,7 @@ class SandboxBase(Live):
 
     def __repr__(self) -> str:
         where = f" on {self.node}" if self.node else ""
-        return f"<{type(self).__name__} {self.id} {self.state}{where} task {self.task.id!r}>"
+        return f"<{self.shown_as} {self.id} {self.state}{where} task {self.task.id!r}>"
 
     @property
     def client(self) -> KeeperClient:
@@ -371,7 +375,7 @@ class SandboxBase(Live):
     async def run_grader(self, cmd: Cmd, *, timeout: float | None) -> CommandResult:
         limit = self.output_limit(None)
         timeout = seconds(timeout)
-        collector = Collector(limit)
+        collector = Collector(limit, beginning(cmd))
         channel, argv = self.command(
             cmd, timeout=timeout, output_limit=keepers_limit(limit), sink=collector.add
         )

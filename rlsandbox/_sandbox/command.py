@@ -21,6 +21,7 @@ Cmd = str | Sequence[str]
 SHELL = "/bin/sh"
 SCRIPT_FD = "/proc/self/fd/9"
 LONGEST_S = 1e9  # 31 years; beyond it clocks and counters of milliseconds overflow
+_NAMED = 200
 MOST_RUNS = 1 << 14  # remembered of the order in which two streams arrived before they are looked through
 MOST_ASKED = 64 << 20  # the keeper holds that much of a stream's end, no more
 MAX_ARGUMENT = 131072  # the kernel's limit for one argument, its NUL included
@@ -52,6 +53,14 @@ def script_bytes(cmd: str) -> bytes:
     """A command for a shell, which must not take one that begins with a dash for its own option."""
     script = text_bytes(cmd, "the command")
     return b" " + script if script[:1] in (b"-", b"+") else script
+
+
+def beginning(cmd: Cmd) -> str:
+    """What errors name *cmd* by, whatever it is; of a script of 200 KB no more is kept."""
+    if isinstance(cmd, str):
+        return cmd[:_NAMED]
+    parts = cmd[:_NAMED] if isinstance(cmd, Sequence) else [cmd]
+    return " ".join(str(part)[:_NAMED] for part in parts)[:_NAMED]
 
 
 def text_bytes(text: str, what: str) -> bytes:
@@ -147,7 +156,8 @@ class Collector:
     *limit* bytes of each stream are kept: the first half, and the last half.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, command: str = "") -> None:
+        self.command = command
         self._first = {STDOUT: limit // 2, STDERR: limit // 2}
         self._last = limit - limit // 2
         self._head = {STDOUT: bytearray(), STDERR: bytearray()}
@@ -265,6 +275,7 @@ class Collector:
             stderr_size=err_size,
             truncated=out_cut or err_cut,
             merged=self._merged(out, err) if stdout and stderr else stdout or stderr,
+            command=self.command,
             **facts,
         )
 

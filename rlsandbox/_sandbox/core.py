@@ -21,6 +21,7 @@ from .base import OnOutput, Path_, SandboxBase
 from .command import (
     Cmd,
     Collector,
+    beginning,
     callback,
     content_bytes,
     keepers_limit,
@@ -71,7 +72,7 @@ class AsyncSandbox(SandboxBase):
         callback(on_output, "on_output")
         timeout = self.allow(timeout)
         limit = self.output_limit(output_limit)
-        collector = Collector(limit)
+        collector = Collector(limit, beginning(cmd))
         channel, argv = self.command(
             cmd,
             timeout=timeout,
@@ -118,7 +119,7 @@ class AsyncSandbox(SandboxBase):
                 if not channel.ended:
                     await channel.cancelled(CANCEL_GRACE_S)
                 raise
-            return AsyncProcess(self, channel, limit, backup)
+            return AsyncProcess(self, channel, Collector(limit, beginning(cmd)), backup)
 
         return AwaitableCM(make, AsyncProcess.end)
 

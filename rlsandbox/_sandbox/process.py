@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 from ..errors import CommandTimeoutError, SandboxStateError
 from ..keeper.channel import STDERR, STDIN, STDOUT, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S
-from ..results import CommandResult, Stream
+from ..results import CommandResult, Stream, brief
 from .base import Deadline, late_facts
 from .command import Collector, content_bytes, seconds, stream_name
 from .host import Live
@@ -27,13 +27,13 @@ class AsyncProcess(Live):
     """
 
     def __init__(
-        self, sandbox: AsyncSandbox, channel: CommandChannel, limit: int, backup: Deadline | None
+        self, sandbox: AsyncSandbox, channel: CommandChannel, collector: Collector, backup: Deadline | None
     ) -> None:
         self.pid: int = channel.pid or 0
         self._sandbox = sandbox
         self._channel = channel
         self._backup = backup
-        self._collector = Collector(limit)
+        self._collector = collector
         self._result: CommandResult | None = None
         self._stdin_open = True
 
@@ -110,7 +110,7 @@ class AsyncProcess(Live):
                 if timeout is None or self._channel.ended:
                     raise
                 raise CommandTimeoutError(
-                    f"the command still runs after {timeout:g} s",
+                    f"command {brief(self._collector.command)} still runs after {timeout:g} s",
                     hint="kill() ends it",
                     sandbox=self._sandbox.id,
                 ) from error

@@ -32,7 +32,7 @@ from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
 from .base import Deadline
-from .command import Collector, content_bytes, script_bytes, start_error
+from .command import Collector, beginning, content_bytes, script_bytes, start_error
 from .host import Live
 
 if TYPE_CHECKING:
@@ -118,16 +118,18 @@ class AsyncSession(Live):
             limit = self._sandbox.output_limit(output_limit)
             source = b"/dev/null" if stdin is None else await self._put_stdin(stdin)
             try:
-                result = await self._run(script, source, timeout, limit)
+                result = await self._run(script, source, timeout, limit, beginning(cmd))
             finally:
                 if stdin is not None:
                     await self._drop_stdin(source)
         return self._sandbox.checked(result) if check else result
 
-    async def _run(self, script: bytes, source: bytes, timeout: float | None, limit: int) -> CommandResult:
+    async def _run(
+        self, script: bytes, source: bytes, timeout: float | None, limit: int, shown: str
+    ) -> CommandResult:
         loop = asyncio.get_running_loop()
         start = loop.time()
-        self._collector, between = Collector(limit), self._collector
+        self._collector, between = Collector(limit, shown), self._collector
         between.replay(self._collector)
         self._nonce = secrets.token_hex(16).encode()
         self._waiter = waiter = loop.create_future()

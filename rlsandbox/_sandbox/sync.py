@@ -156,12 +156,13 @@ class Sandbox(_CM):
 
     def __init__(self, sandbox: AsyncSandbox, portal: Portal, rollout: Rollout | None = None) -> None:
         self._async = sandbox
+        sandbox.shown_as = "Sandbox"
         self._portal = portal
         self.rollout: Rollout | None = rollout
         """Which attempt of what this is; None outside rollouts."""
 
     def __repr__(self) -> str:
-        return repr(self._async).replace("AsyncSandbox", "Sandbox", 1)
+        return repr(self._async)
 
     @property
     def id(self) -> str:

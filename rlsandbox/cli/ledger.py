@@ -324,7 +324,10 @@ def _print_rollouts(logs: list[RolloutLog], count: int) -> None:
         table.add_row(
             escape(log.id), record.status, *numbers, escape(" ".join(why.split())[:300]), style=style
         )
-    console().print(table)
+    if count:
+        console().print(table)
+    else:
+        click.echo("no such rollouts")
     if len(logs) < count:
         click.echo(f"{len(logs)} of {count} rollouts (--limit 0 shows all)")
 

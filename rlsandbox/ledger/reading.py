@@ -17,7 +17,7 @@ from ..errors import LedgerError
 from . import places
 from .elsewhere import Row
 from .records import FORMAT, Book, Event, fold
-from .store import APPLICATION
+from .store import APPLICATION, written_here
 
 _SQLITE = b"SQLite format 3\0"
 _HEAD = 100
@@ -55,6 +55,8 @@ def is_ours(path: Path) -> bool:
     try:
         if not path.is_file():
             return False
+        if written_here(path):
+            return True
         with path.open("rb") as file:
             head = file.read(_HEAD)
         if head[:16] != _SQLITE or len(head) < _HEAD:
@@ -92,7 +94,8 @@ def _rows(path: Path) -> list[Row]:
         rows = _at_rest(path)
         return _query(path, "mode=ro") if rows is None else rows
     except sqlite3.OperationalError as error:
-        if not error.sqlite_errorname.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_IOERR")):
+        elsewhere = error.sqlite_errorname.startswith(("SQLITE_CANTOPEN", "SQLITE_READONLY", "SQLITE_IOERR"))
+        if not elsewhere or written_here(path):
             raise
     # A WAL needs a place for its index; a directory that we may not write has none: read a copy.
     with tempfile.TemporaryDirectory(prefix="rlsandbox-ledger-") as scratch:
@@ -109,6 +112,8 @@ def _at_rest(path: Path) -> list[Row] | None:
 
     Reading one in WAL mode would otherwise leave an index and an empty WAL beside it. Who writes has a WAL.
     """
+    if written_here(path):
+        return None
     with path.open("rb") as file:
         head = file.read(_HEAD)
     if head[18:20] != b"\x02\x02" or _wal(path).exists():

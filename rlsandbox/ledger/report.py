@@ -40,6 +40,7 @@ class Report:
     Args:
         logs: the rollouts, in the order in which they were asked for.
         reward_range: between which values a reward may lie; widened by rewards that were seen outside.
+        left_out: how many of them had completed before and were not run again (``resume=True``).
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Report:
         notes: Sequence[Note] = (),
         processes: Sequence[Process] = (),
         reward_range: tuple[float, float] = (0.0, 1.0),
+        left_out: int = 0,
     ) -> None:
         low, high = reward_range
         if not (math.isfinite(low) and math.isfinite(high) and low <= high):
             raise ConfigError(f"reward_range must be two numbers, the lower first, not {reward_range!r}")
         self.logs = list(logs)
+        self.left_out = left_out
         self.notes = list(notes)
         self.processes = list(processes)
         seen = [r.reward for r in self.records if r.reward is not None]
@@ -70,6 +73,11 @@ class Report:
         return f"<Report {self.completed} of {self.requested} rollouts completed, {mean}>"
 
     # ------------------------------------------------------------------ numbers
+
+    @property
+    def runs(self) -> list[str]:
+        """The names of the runs, also of those that have asked for nothing."""
+        return sorted({log.run for log in self.logs} | {process.run for process in self.processes})
 
     @property
     def records(self) -> list[Record]:
@@ -181,6 +189,8 @@ class Report:
             out.append(
                 f"{still} rollouts have no end yet: they run, or `rlsandbox ledger reconcile` closes them"
             )
+        if not self.logs:
+            out.append("no rollout was asked for: there is nothing to report")
         kinds = Counter(note.kind for note in self.notes)
         for kind, text in _GRAVE.items():
             if kinds[kind]:
@@ -199,9 +209,10 @@ class Report:
         """JSON-able; numbers that do not exist are None."""
         bounds = self.reward_bounds
         return {
-            "runs": sorted({log.run for log in self.logs}),
+            "runs": self.runs,
             "requested": self.requested,
             "completed": self.completed,
+            "left_out": self.left_out,
             "coverage": None if math.isnan(self.coverage) else self.coverage,
             "mean_reward": self.mean_reward,
             "reward_bounds": None if bounds is None else list(bounds),

@@ -8,6 +8,7 @@ Promises:
 - an event is in the file at most once, however often its writing is repeated;
 - what still cannot be written at :meth:`Store.close` goes to another place, and a message says which; when
   there is no such place, the message says what is lost;
+- a file that something else wrote over is not written to any more, and what is lost is said;
 - a killed process loses nothing that was committed: WAL on local disks, a rollback journal on shared ones.
 
 Refused: a file that is no ledger, one of a later format, one that cannot be written when it is opened.
@@ -35,6 +36,7 @@ from .._loops import outside
 from ..errors import LedgerError
 from . import places
 from .elsewhere import HINT, Row, put_elsewhere, reason, say
+from .guard import Guard
 from .records import FORMAT
 
 APPLICATION = 0x726C7362  # "rlsb"
@@ -92,6 +94,9 @@ class Store:
         self.opening = True
         """Until somebody says that work begins, trouble is for the opener to report."""
         self._identity: tuple[int, int] | None = None
+        self._guard = Guard(path)
+        self._gaps = 0
+        """Numbers up to the last that are no event."""
         # Times advance with the monotonic clock: a step of the wall clock changes no duration.
         self._wall, self._mono = time.time(), time.monotonic()
         self._db: sqlite3.Connection | None = self._open()
@@ -228,8 +233,11 @@ class Store:
                     self._cv.wait(self._patience())
                 if not self._queue:
                     return  # closing, and nothing is left
-                if self._trouble and self._closing_at is not None and time.monotonic() >= self._closing_at:
-                    return  # closing, and time is up
+                over = self._closing_at is not None and (
+                    time.monotonic() >= self._closing_at or bool(self._guard.spoilt)
+                )
+                if self._trouble and over:
+                    return  # closing, and time is up, or would not help
                 batch = list(itertools.islice(self._queue, _CHUNK))
             trouble = self._write(batch)
             with self._cv:
@@ -271,6 +279,7 @@ class Store:
         """Commit *rows* as one transaction; else why not, with nothing of it committed."""
         try:
             self._ensure_place()
+            self._guard.look(self._committed - self._gaps, rows[-1][0] - self._gaps)
             db = self._db
             if db is None:
                 db = self._db = self._connect()
@@ -282,6 +291,8 @@ class Store:
                 marks = ",".join(["(?,?,?,?,?)"] * len(part))
                 db.execute(f"INSERT OR IGNORE INTO events VALUES {marks}", [v for row in part for v in row])
             db.execute("COMMIT")
+            if not self.word:
+                self._guard.wrote()
             return None
         except (sqlite3.Error, OSError, LedgerError) as error:
             trouble = reason(error)
@@ -302,10 +313,17 @@ class Store:
         try:
             here = os.stat(self.path)
             if (here.st_dev, here.st_ino) == self._identity:
+                if self._guard.wal_is_gone():
+                    log.warning(
+                        "the WAL of the ledger %s was removed while in use; going on with a new one",
+                        self.path,
+                    )
+                    self._let_go()  # this writes what was in it
                 return
         except FileNotFoundError:
             pass
         self._identity = None
+        self._guard.forget()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             raise LedgerError(f"another file took the place of the ledger {self.path}")
@@ -345,8 +363,8 @@ class Store:
             if places.is_shared(kind):
                 self.word = f"it lies on {kind}: a rollback journal is used instead of WAL"
             db = self._connect()
-            (self._last,) = db.execute("SELECT coalesce(max(n), 0) FROM events").fetchone()
-            self._committed = self._last
+            self._last, count = db.execute("SELECT coalesce(max(n), 0), count(*) FROM events").fetchone()
+            self._committed, self._gaps = self._last, self._last - count
             return db
         except (sqlite3.Error, OSError, LedgerError) as error:
             raise LedgerError(
@@ -382,6 +400,7 @@ class Store:
 
     def _let_go(self) -> None:
         db, self._db = self._db, None
+        self._guard.forget()  # closing writes too
         if db is not None:
             with contextlib.suppress(sqlite3.Error):
                 db.close()
@@ -411,6 +430,17 @@ def _plain(value: Any) -> Any:
 
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()
+
+
+def written_here(path: Path) -> bool:
+    """Whether this process writes *path*, which it must then not open() itself.
+
+    Closing such a descriptor ends every lock that SQLite holds on the file, and the next program that looks
+    into it takes itself for the last one and removes the WAL.
+    """
+    with contextlib.suppress(OSError):
+        return any(not one.closed and one.path.samefile(path) for one in list(_stores))
+    return False
 
 
 @atexit.register

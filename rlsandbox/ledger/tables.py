@@ -27,8 +27,9 @@ def print_report(report: Report, console: Any = None) -> None:
     from rich.table import Table
 
     console = _console(console)
-    runs = sorted({log.run for log in report.logs})
-    table = Table(title=f"run {escape(', '.join(runs) or '-')}", title_justify="left", show_header=False)
+    table = Table(
+        title=f"run {escape(', '.join(report.runs) or '-')}", title_justify="left", show_header=False
+    )
     table.add_column("")
     table.add_column("", justify="right")
     table.add_row("rollouts asked for", f"{report.requested:,}")
@@ -55,6 +56,11 @@ def print_report(report: Report, console: Any = None) -> None:
     for process in report.processes:
         if process.closed_at is None and report.requested:
             console.print(f"[dim]{escape(_unclosed(process))}[/dim]", soft_wrap=True)
+    if report.left_out:
+        text = (
+            f"{report.left_out:,} of {report.requested:,} rollouts had completed before: they were left out"
+        )
+        console.print(text, soft_wrap=True)
     for warning in report.warnings:
         console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
 

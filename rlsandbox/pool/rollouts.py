@@ -121,6 +121,8 @@ class Batch:
         self.sync = sync
         self.logs: list[RolloutLog] = []
         """Of every rollout, those that an earlier run completed too, in the order of the tasks."""
+        self.left_out = 0
+        """How many those are."""
         self.interrupt: BaseException | None = None
         self._todo: deque[tuple[Entry, Task]] = deque()
         self._records: asyncio.Queue[Record | None] = asyncio.Queue()
@@ -189,6 +191,7 @@ class Batch:
                 before = earlier.get((task.id, index))
                 if before is not None and before.record is not None and before.record.status == "completed":
                     self.logs.append(before)
+                    self.left_out += 1
                     continue
                 entry = ledger.request(
                     task, group=group, index=index if plan.resume else None, batch=batch, again=before
@@ -197,6 +200,11 @@ class Batch:
                 self._todo.append((entry, task))
                 if len(self._todo) % _YIELD_EVERY == 0:
                     await asyncio.sleep(0)
+        if self.left_out:
+            log.info(
+                "run %s: %d of %d rollouts have completed before and are left out",
+                ledger.run, self.left_out, len(self.logs),
+            )  # fmt: skip
 
     async def _run(self) -> None:
         workers = self.plan.concurrency or self.pool.max_size or len(self._todo)
@@ -336,12 +344,12 @@ async def run_rollouts(
     with progress_bar(progress, total) as tell:
         try:
             await batch.start()
-            tell.skipped(total - len(batch._todo))
+            tell.skipped(batch.left_out)
             async for record in batch.records():
                 tell.record(record)
         finally:
             await batch.stop()
-    return Report(batch.logs)
+    return Report(batch.logs, left_out=batch.left_out)
 
 
 def sync_rollouts(

