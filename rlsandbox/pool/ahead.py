@@ -20,6 +20,11 @@ class Need:
     needed: float | None = None
     """Its time to first command runs from then."""
 
+    @staticmethod
+    def there(ahead: Need | None) -> bool:
+        """Whether anybody ever waited: a claim that was asked for ahead and given up is no sample."""
+        return ahead is None or ahead.needed is not None
+
 
 class AsyncClaim(Live, Need):
     """A claim under way. Whoever drops it must :meth:`cancel` it."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import SandboxStateError
 from ..keeper.client import KeeperClient
 from ..metrics import TtfcSample
+from .ahead import Need
 from .forks import check
 from .lending import sample_of, seal
 from .owner import QUIET_S, detached
@@ -41,7 +42,7 @@ class Borrower:
             client, id=about["id"], task=about["task"], spec=about["spec"], node=about["node"],
             reset_mode=about["mode"], host=self, facts=about["facts"], base_env=about["env"],
         )  # fmt: skip
-        sandbox._lease = SimpleNamespace(number=about["lease"], sample=None, started=True)  # type: ignore[attr-defined]
+        sandbox._lease = SimpleNamespace(number=about["lease"], sample=None, started=True, ahead=None)  # type: ignore[attr-defined]
         return sandbox
 
     def count(
@@ -76,7 +77,7 @@ class Borrower:
             if asleep is not None:
                 await self.delete_snapshot(asleep)
             return
-        if not lease.started:
+        if not lease.started and Need.there(lease.ahead):
             lease.started, lease.sample = True, sample_of(lease.parts, never_started=True)
             self._pool.metrics.record_ttfc(lease.sample)
         stream = None if discard else await detached(sandbox.client, QUIET_S)

@@ -122,7 +122,7 @@ class Claiming:
             needed = now if ahead.needed is None else ahead.needed
         lender = self._lender
         parts = lender.parts(member, needed, now)
-        lease = Lease(claim, member.id, task, spec, rollout, needed, now, parts, counted)
+        lease = Lease(claim, member.id, task, spec, rollout, needed, now, parts, counted, ahead=ahead)
         if not self._issues:
             return lender.sandbox(lease, held)
         try:
@@ -130,7 +130,7 @@ class Claiming:
         except BaseException:
             # Half-way: perhaps credentials are in it. Nobody gets it before it was reset and verified.
             await lender.abandon(lease)
-            if counted:
+            if counted and Need.there(ahead):
                 self._censored(needed)
             raise
         lease.handed = driver.now()

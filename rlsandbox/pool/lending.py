@@ -20,6 +20,7 @@ from ..ledger import redact
 from ..metrics import TtfcSample
 from ..spec import Spec
 from ..task import Task
+from .ahead import Need
 from .driver import Held
 from .forks import Forks
 from .model import PoolClaim, PoolMember
@@ -55,6 +56,7 @@ class Lease:
     asleep: AsyncSnapshot | None = None
     """Where its files are while it hibernates."""
     over: bool = False
+    ahead: Need | None = None
 
 
 class Lender:
@@ -200,8 +202,7 @@ class Lender:
             return
         lease.over = True
         self.leases.discard(lease)
-        if lease.counted and not lease.started:
-            self._never_started(lease.parts)
+        self._unless_started(lease)
         try:
             if lease.credentials is not None:
                 await self.revoke(lease)
@@ -221,8 +222,15 @@ class Lender:
             if not self._pool.closed:
                 self._pool.driver.release(lease.claim)
 
-    def _never_started(self, parts: Mapping[str, float]) -> None:
-        self._pool.metrics.record_ttfc(sample_of(parts, never_started=True))
+    async def closing(self, lease: Lease) -> None:
+        """The pool is closed while somebody holds this one."""
+        self._unless_started(lease)
+        lease.counted = False  # a release that comes later counts it no more
+        await self.revoke(lease)
+
+    def _unless_started(self, lease: Lease) -> None:
+        if lease.counted and not lease.started and Need.there(lease.ahead):
+            self._pool.metrics.record_ttfc(sample_of(lease.parts, never_started=True))
 
     async def snapshot(self, sandbox: AsyncSandbox, *, kill: bool, name: str | None) -> AsyncSnapshot:
         _held(sandbox)

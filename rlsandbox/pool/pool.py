@@ -441,7 +441,7 @@ class AsyncPool(Claiming):
         if self._owner is not None:
             await self._owner.close(timeout)
         for lease in list(self._lender.leases):
-            await self._lender.revoke(lease)
+            await self._lender.closing(lease)
         self._lender.leases.clear()
         try:
             if self._driver is not None:

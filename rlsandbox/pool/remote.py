@@ -226,6 +226,7 @@ class RemotePool(AsyncPool):
         if ahead is not None:
             needed = self.now() if ahead.needed is None else ahead.needed
         self._remote.count(sandbox, about["parts"], needed, rollout, counted)
+        sandbox._lease.ahead = ahead  # type: ignore[attr-defined]
         return sandbox
 
     def demand(self, tasks: Iterable[Task], group_size: int) -> Any:

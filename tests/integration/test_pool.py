@@ -32,6 +32,7 @@ from rlsandbox.errors import (
     SandboxStateError,
 )
 from rlsandbox.hooks import Inspector, Residue
+from rlsandbox.metrics.ttfc import PARTS
 
 TASK = rls.Task(id="t", workdir="/work", files={"a.txt": "hello\n"}, setup="echo primed > b.txt")
 LONG = 60
@@ -177,7 +178,45 @@ def test_claims_made_ahead(make: Callable[..., rls.Pool]) -> None:
     assert third.cancel() is True
     again.release()
     eventually(lambda: pool.stats().ready == 1)
-    assert pool.metrics.ttfc.summary().n == 2, "one sample a claim, none for what nobody needed"
+    fourth = pool.claim_ahead(TASK)
+    eventually(fourth.done)
+    assert fourth.cancel() is True
+    eventually(lambda: pool.stats().ready == 1)
+    summary = pool.metrics.ttfc.summary()
+    assert (summary.n, summary.censored) == (2, 1), "one sample a claim, none for what nobody needed"
+    fifth = pool.claim_ahead(TASK)
+    fifth.result(timeout=LONG).release()
+    assert (pool.metrics.ttfc.summary().n, pool.metrics.counters()["never_started"]) == (3, 2)
+
+
+def test_a_claim_that_is_held_when_the_pool_closes_is_a_sample(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=3)
+    used, unused = pool.claim(TASK, timeout=LONG), pool.claim(TASK, timeout=LONG)
+    used.run("true")
+    ahead = pool.claim_ahead(TASK)
+    eventually(ahead.done)
+    pool.close()
+    summary = pool.metrics.ttfc.summary()
+    assert (summary.n, summary.censored) == (2, 1)
+    unused.release()
+    used.release()
+    assert pool.metrics.ttfc.summary().n == 2
+
+
+def test_a_sandbox_that_waited_long_before_its_first_command(make: Callable[..., rls.Pool]) -> None:
+    pool = make(size=1)
+    pool.wait_ready(timeout=LONG)
+    ahead = pool.claim_ahead(TASK)
+    eventually(ahead.done)
+    time.sleep(0.6)  # asked for, and not needed yet
+    with ahead.result(timeout=LONG) as sandbox:
+        time.sleep(0.6)  # the model thinks
+        assert sandbox.run("sleep 0.6").ok  # and a command takes its time
+    parts = {name: series.values() for name, series in pool.metrics.series().items()}
+    assert parts["ttfc_idle"][0] >= 1.2
+    (ttfc,) = parts["ttfc"]
+    assert ttfc == pytest.approx(sum(parts[f"ttfc_{part}"][0] for part in PARTS))
+    assert ttfc < 0.6, "neither was waited for"
 
 
 def test_expect_and_wait_ready(make: Callable[..., rls.Pool]) -> None:

@@ -101,6 +101,14 @@ def test_claims_here_and_there_wait_for_each_other(pool: rls.Pool) -> None:
     first.release()
     third = ahead.result(timeout=LONG)
     assert third.run("cat a.txt").stdout == "hello\n"
+    assert second.run("true").ok
+    counted = there.metrics.ttfc.summary().n
+    unneeded = there.claim_ahead(TASK)
+    second.release()
+    eventually(unneeded.done)
+    assert unneeded.cancel() is True
+    assert there.metrics.ttfc.summary().n == counted, "nobody needed it"
+    second = there.claim(TASK, timeout=LONG)
     third.release()
     second.release()
     there.close()
