@@ -257,23 +257,36 @@ static void status(struct worker *w, int dir)
     }
 }
 
+static void told(struct worker *w, const char *name, const char *value)
+{
+    fact(w, "status");
+    field_s(w, name);
+    field_s(w, value);
+    fact_end(w);
+}
+
+/* What a command gets from the process that it is started from, beyond its status. */
 static void scheduling(struct worker *w, int dir)
 {
-    char text[1024];
-    long nice;
-    char *s = read_file_at(dir, "stat", text, sizeof text) > 0 ? strrchr(text, ')') : NULL;
-    if (s && sscanf(s + 1, " %*c %*d %*d %*d %*d %*d %*u %*u %*u %*u %*u %*u %*u %*d %*d %*d %ld", &nice) == 1) {
-        fact(w, "status");
-        field_s(w, "nice");
-        field_f(w, "%ld", nice);
-        fact_end(w);
+    char text[1024], policy[64], *save = NULL, *words = read_file_at(dir, "stat", text, sizeof text) > 0 ? strrchr(text, ')') : NULL;
+    const char *word, *rt = "0";
+    for (int n = 3; words && (word = strtok_r(n == 3 ? words + 1 : NULL, " \n", &save)); n++) /* as proc(5) numbers them */
+        if (n == 19)
+            told(w, "nice", word);
+        else if (n == 40)
+            rt = word;
+        else if (n == 41) {
+            snprintf(policy, sizeof policy, "policy %s, priority %s", word, rt);
+            told(w, "scheduling", policy);
+        }
+    long io = syscall(SYS_ioprio_get, 1 /* of a process */, w->k->init_pid);
+    if (io >= 0) {
+        snprintf(policy, sizeof policy, "class %ld, priority %ld", io >> 13, io & 0x1fff);
+        told(w, "input and output", policy);
     }
     if (read_file_at(dir, "oom_score_adj", text, sizeof text) > 0) {
         text[strcspn(text, "\n")] = 0;
-        fact(w, "status");
-        field_s(w, "oom_score_adj");
-        field_s(w, text);
-        fact_end(w);
+        told(w, "oom_score_adj", text);
     }
 }
 
