@@ -48,8 +48,8 @@ def command(
 ) -> int:  # fmt: skip
     """A batch on a simulated cluster, decided by the same code as in production, in virtual time."""
     from ..backends.simulated import Simulated
-    from ..pool.driver import Deadlines
     from ..pool.model import CoreConfig
+    from ..pool.operations import Deadlines
     from ..pool.simulation import Workload, simulate
     from ..spec import Spec
     from ..testing import VirtualClock

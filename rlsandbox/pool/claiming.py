@@ -17,9 +17,10 @@ from ..metrics import Metrics, TtfcSample
 from ..spec import Spec
 from ..task import Task
 from .ahead import AsyncClaim, Need
-from .driver import Driver, Held
+from .driver import Driver
 from .lending import Lease, Lender
 from .model import PoolClaim, State
+from .operations import Held
 from .refusals import deleted, error_of
 
 if TYPE_CHECKING:

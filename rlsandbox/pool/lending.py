@@ -21,9 +21,9 @@ from ..metrics import TtfcSample
 from ..spec import Spec
 from ..task import Task
 from .ahead import Need
-from .driver import Held
 from .forks import Forks
 from .model import PoolClaim, PoolMember
+from .operations import Held
 from .policy import in_thread
 
 if TYPE_CHECKING:

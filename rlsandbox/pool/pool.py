@@ -29,10 +29,11 @@ from . import settings
 from .claiming import Claiming
 from .closing import refuse_inside_policy, seen_through
 from .core import Core
-from .driver import Deadlines, Driver
+from .driver import Driver
 from .lending import Lender
 from .link import KeeperLink, Link
 from .model import CoreConfig, Note, State
+from .operations import Deadlines
 from .policy import in_thread
 from .stats import PoolStats, stats_of
 

@@ -18,8 +18,9 @@ from ..metrics.series import Summary
 from ..spec import Spec
 from ..task import Task
 from .core import Core
-from .driver import Deadlines, Driver
+from .driver import Driver
 from .model import CoreConfig
+from .operations import Deadlines
 from .refusals import error_of
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from .model import PoolClaim
 if TYPE_CHECKING:
     from ..backends.base import Backend, Member
     from .core import Core
-    from .driver import Deadlines, Held
+    from .operations import Deadlines, Held
 
 log = logging.getLogger("rlsandbox.pool")
 

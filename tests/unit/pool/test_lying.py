@@ -12,7 +12,7 @@ import pytest
 from rlsandbox import AsyncPool, Spec, Task
 from rlsandbox.backends.simulated import Simulated
 from rlsandbox.errors import ClaimTimeoutError, PoolClosedError, ProvisionError, SandboxDiedError
-from rlsandbox.pool.driver import Deadlines
+from rlsandbox.pool.operations import Deadlines
 from rlsandbox.testing import LyingBackend, VirtualClock
 
 TASK = Task(id="t")

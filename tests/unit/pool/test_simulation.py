@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlsandbox.backends.simulated import Faults, Place, Simulated
-from rlsandbox.pool.driver import Deadlines
 from rlsandbox.pool.model import CoreConfig
+from rlsandbox.pool.operations import Deadlines
 from rlsandbox.pool.simulation import Simulation, Workload, simulate
 from rlsandbox.spec import Spec
 from rlsandbox.testing.clock import VirtualClock
