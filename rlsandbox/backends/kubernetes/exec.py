@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import Any
 from urllib.parse import urlencode
 
 import aiohttp
@@ -13,6 +14,24 @@ from .api import Api, ApiError
 
 _STDIN, _STDOUT, _STDERR, _STATUS = 0, 1, 2, 3
 _KEPT = 2000
+_AT_ONCE = 16 << 10
+"""Bytes read from a stream's socket at once: a TLS record."""
+
+
+def read_less_at_once(ws: aiohttp.ClientWebSocketResponse) -> bool:
+    """Have a TLS stream's memory fit what it carries; whether that was possible.
+
+    asyncio keeps 256 KiB for each TLS connection to read into, four fifths of all that one takes. The size is
+    an attribute without a public name; where there is no such thing, all stays as it is.
+    """
+    transport = getattr(getattr(ws, "_conn", None), "transport", None)
+    protocol: Any = getattr(transport, "_ssl_protocol", None)
+    if not isinstance(getattr(protocol, "_ssl_buffer", None), bytearray) or not hasattr(protocol, "max_size"):
+        return False
+    protocol.max_size = _AT_ONCE
+    protocol._ssl_buffer = bytearray(_AT_ONCE)
+    protocol._ssl_buffer_view = memoryview(protocol._ssl_buffer)
+    return True
 
 
 class ExecStream:
@@ -40,7 +59,7 @@ class ExecStream:
         query += [("command", part) for part in command]
         path = f"/api/v1/namespaces/{api.namespace}/pods/{pod}/exec"
         try:
-            return cls(await api.websocket(path, urlencode(query)))
+            ws = await api.websocket(path, urlencode(query))
         except ApiError as error:
             if error.status == 404:
                 raise SandboxDiedError("its pod is gone", kind="pod_gone", sandbox=pod) from error
@@ -53,6 +72,8 @@ class ExecStream:
             raise OSError(f"exec in pod {pod}: {error.message}") from error
         except aiohttp.ClientError as error:
             raise OSError(f"exec in pod {pod}: {error}") from error
+        read_less_at_once(ws)
+        return cls(ws)
 
     async def send(self, data: bytes) -> None:
         try:
