@@ -9,7 +9,7 @@ import click
 
 from ..bench.local import LocalReport, run_local
 from . import ttfc
-from .common import console, json_option, print_json, writable_file
+from .common import console, json_option, print_json, writable_file, written
 
 
 @click.group()
@@ -51,13 +51,14 @@ def local(
         hold=hold,
         progress=lambda text: None if as_json else click.echo(f"  {text}", err=True),
     )
-    if file is not None:
-        _write(file, report)
+    unwritten = written(file, "--output", lambda path: _write(path, report))
     if as_json:
         print_json(report.to_dict())
     else:
         _print(report, screen)
-    return int(gate and not all(verdict.ok for verdict in report.verdicts()))
+    if unwritten:
+        click.echo(f"rlsandbox: {unwritten}", err=True)
+    return int(bool(unwritten) or (gate and not all(verdict.ok for verdict in report.verdicts())))
 
 
 def _write(file: Path, report: LocalReport) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from ..config import Config, load_config
-from ..errors import ConfigError
+from ..errors import ConfigError, UnsupportedError
 from ..spec import Spec
 from ..task import Task
 
@@ -114,6 +115,35 @@ def writable_file(path: str | None, option: str) -> Path | None:
     return file
 
 
+def plot_file(path: str | None) -> Path | None:
+    """What ``--plot`` names, when a plot can be made and put there."""
+    if path is None:
+        return None
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UnsupportedError(
+            "--plot needs matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
+        ) from error
+    from ..metrics.plots import check_format
+
+    if not Path(path).is_dir():  # that is said better below
+        check_format(path)
+    return writable_file(path, "--plot")
+
+
+def written(path: Path | None, option: str, write: Callable[[Path], object]) -> str | None:
+    """Write a file when the work is done, and say what went wrong: that must not cost the answer."""
+    if path is None:
+        return None
+    try:
+        write(path)
+    except (OSError, ConfigError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        return f"{option}: {path} could not be written: {why}"
+    return None
+
+
 def print_json(data: Any) -> None:
     """*data* on stdout; what JSON does not know (paths, tuples, dataclasses) in its plain form."""
 
@@ -127,6 +157,18 @@ def print_json(data: Any) -> None:
         return str(value)
 
     click.echo(json.dumps(data, default=plain, indent=2))
+
+
+@contextmanager
+def progress(what: str, total: int, shown: bool = True) -> Iterator[Callable[[], None]]:
+    """A bar on stderr where that is a terminal; call what it gives after each step."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    out = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=out, disable=not (shown and out.is_terminal), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda: bar.advance(task)
 
 
 def console(*, stderr: bool = False) -> Console:

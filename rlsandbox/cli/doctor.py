@@ -32,11 +32,13 @@ def command(
     if as_json:
         print_json(found.to_json())
         return int(not found.works)
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("", "what", "found", "what to do", show_lines=False)
     for row in found.rows:
-        table.add_row(f"[{_STYLES[row.status]}]{row.status}[/]", row.name, row.found, row.fix)
+        said = (escape(text) for text in (row.name, row.found, row.fix))
+        table.add_row(f"[{_STYLES[row.status]}]{row.status}[/]", *said)
     console().print(table)
     if backend != "local":
         click.echo("sandboxes can be made" if found.works else "no sandbox can be made: see what failed")

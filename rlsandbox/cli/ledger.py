@@ -16,7 +16,7 @@ import click
 
 from .._settings import nearest
 from ..errors import ConfigError, LedgerError
-from .common import console, json_option, print_json, writable_file
+from .common import console, json_option, plot_file, print_json, writable_file, written
 from .reap import parse_duration
 from .runs import NO_RUNS, alive, book_of, directory_of, files_of, ledgers_in, remove
 
@@ -93,14 +93,14 @@ def report(
     plot: str | None,
     reward_range: tuple[float, float],
     as_json: bool,
-) -> None:
+) -> int:
     """Coverage, rewards, failures.
 
     Rewards come with the bounds that the missing ones leave; failures by kind, phase, image, node and group.
     """
     from ..ledger.report import Report
 
-    target = writable_file(plot, "--plot")
+    target = plot_file(plot)
     made = Report.of(book_of(runs, directory), reward_range=reward_range)
     found = made.bias() if bias else None
     if as_json:
@@ -110,8 +110,10 @@ def report(
         made.print(console())
         if found is not None:
             found.print(console())
-    if target is not None:
-        made.plot(target)
+    unplotted = written(target, "--plot", made.plot)
+    if unplotted:
+        click.echo(f"rlsandbox: {unplotted}", err=True)
+    return int(bool(unplotted))
 
 
 @command.command()
@@ -276,22 +278,24 @@ def _run_row(path: Path) -> dict[str, Any]:
 
 
 def _print_runs(directory: Path, rows: list[dict[str, Any]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     if not rows:
         click.echo(f"{NO_RUNS} in {directory}")
         return
-    table = Table("run", "started", title=f"runs in {directory}", title_justify="left")
+    table = Table("run", "started", title=f"runs in {escape(str(directory))}", title_justify="left")
     for name in ("files", "asked for", "completed", "open"):
         table.add_column(name, justify="right")
     table.add_column("state")
     for row in rows:
         if "error" in row:
-            table.add_row(row["run"], "", str(row["files"]), "", "", "", f"[red]{row['error']}[/red]")
+            said = f"[red]{escape(row['error'])}[/red]"
+            table.add_row(escape(row["run"]), "", str(row["files"]), "", "", "", said)
             continue
         started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["started_at"]))
         numbers = [f"{row[name]:,}" for name in ("files", "requested", "completed", "open")]
-        table.add_row(row["run"], started, *numbers, row["state"])
+        table.add_row(escape(row["run"]), started, *numbers, row["state"])
     console().print(table)
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +13,7 @@ from ..config import load_config
 from ..errors import ConfigError
 from ..spec import Spec, parse_size
 from ..tasks import load_tasks
-from .common import console, json_option, print_json, with_config, writable_file
+from .common import console, json_option, print_json, progress, with_config, writable_file
 from .signals import run_async
 
 if TYPE_CHECKING:
@@ -177,7 +175,7 @@ async def _ask(demand: list[Demand], arch: str, how: dict[str, Any]) -> dict[str
             raise ConfigError(f"--mirror must be HOST=URL, not {text!r}")
         mirrors[host] = url
     async with Registries(arch=arch, mirrors=mirrors) as registries:
-        with _progress("asking registries", len(demand), not how["as_json"]) as step:
+        with progress("asking registries", len(demand), not how["as_json"]) as step:
             return await registries.images([row.image for row in demand], told=lambda _: step())
 
 
@@ -185,7 +183,7 @@ async def _apply(plan: Plan, api: Any, shape: Any, how: dict[str, Any]) -> Hydra
     from ..images.hydrate import Hydrated, hydrate
 
     todo = plan.missing(how["wave"])
-    with _progress("bringing images", len(todo), not how["as_json"]) as step:
+    with progress("bringing images", len(todo), not how["as_json"]) as step:
         said: Counter[str] = Counter()
 
         def told(row: Hydrated) -> None:
@@ -237,18 +235,6 @@ def _why_unknown(plan: Plan, images: dict[str, Image]) -> None:
             reasons[why.replace(name, "...")] = reasons.get(why.replace(name, "..."), 0) + 1
     for why, count in sorted(reasons.items(), key=lambda row: -row[1])[:5]:
         click.echo(f"{count} of unknown size: {why}", err=True)
-
-
-@contextmanager
-def _progress(what: str, total: int, shown: bool) -> Iterator[Any]:
-    """A bar on stderr where that is a terminal."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    out = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=out, disable=not (shown and out.is_terminal), transient=True) as bar:
-        task = bar.add_task(what, total=total)
-        yield lambda: bar.advance(task)
 
 
 def _size(value: float) -> str:

@@ -69,6 +69,7 @@ def parse_duration(text: str, what: str) -> float:
 
 
 def _print(rows: list[dict[str, object]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     if not rows:
@@ -77,10 +78,10 @@ def _print(rows: list[dict[str, object]]) -> None:
     table = Table("run", "process", "what", "directory")
     for row in rows:
         table.add_row(
-            str(row["run"]),
+            escape(str(row["run"])),
             str(row["pid"]),
             "control group" if row["group"] else "directory",
-            str(row["path"]),
+            escape(str(row["path"])),
         )
     console().print(table)
 

@@ -14,7 +14,16 @@ import click
 
 from ..errors import ConfigError, ImageError, SandboxError, UnsupportedError
 from ..task import Task
-from .common import console, json_option, pool_arguments, pool_options, print_json, with_image, writable_file
+from .common import (
+    console,
+    json_option,
+    plot_file,
+    pool_arguments,
+    pool_options,
+    print_json,
+    with_image,
+    written,
+)
 from .policy import find_policy
 from .root import bad_input
 from .signals import on_record, run_async
@@ -63,9 +72,7 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
         if options[name] is not None and not 0 <= options[name] <= 1 and name == "require_coverage":
             raise ConfigError(f"--require-coverage must be a share from 0 to 1, not {options[name]}")
     policy = find_policy(policy_name)
-    plot_file = writable_file(options["plot_file"], "--plot")
-    if plot_file is not None:
-        _require_plots()
+    plot = plot_file(options["plot_file"])
     from ..tasks import load_tasks
 
     tasks = with_image(load_tasks(source, limit=options["limit"]), options["image"])
@@ -86,9 +93,9 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
     with aside:
         report, facts = _run(tasks, policy, arguments, plan, warm=options["warm"])
     _refuse_what_never_could(report)
-    if plot_file is not None:
-        report.plot(plot_file)
+    unplotted = written(plot, "--plot", report.plot)
     unmet = _unmet(report, options["require_coverage"], options["require_reward"])
+    unmet += [unplotted] if unplotted else []
     heading = {
         "tasks": len(tasks),
         "rollouts": report.requested,
@@ -97,7 +104,7 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
         "backend": config.backend.name,
         "run": facts["run"],
         "ledger": facts["ledger"],
-        "plot": None if plot_file is None else str(plot_file),
+        "plot": None if plot is None or unplotted else str(plot),
     }
     if as_json:
         told = {**heading, **report.to_dict(), "metrics": facts["metrics"], "pool": facts["stats"]}
@@ -207,12 +214,16 @@ def _unmet(report: Report, coverage: float | None, reward: float | None) -> list
 
 
 def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet: list[str]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     out = console()
     out.print(
-        f"[bold]{heading['rollouts']} rollouts[/bold] of {heading['tasks']} tasks ({heading['source']}), "
-        f"policy {heading['policy']}, backend {heading['backend']}, run {heading['run']}"
+        f"[bold]{heading['rollouts']} rollouts[/bold] of {heading['tasks']} tasks "
+        + escape(
+            f"({heading['source']}), policy {heading['policy']}, "
+            f"backend {heading['backend']}, run {heading['run']}"
+        )
     )
     report.print(out)
     out.print(facts["table"])
@@ -230,12 +241,3 @@ def _print(heading: dict[str, Any], report: Report, facts: dict[str, Any], unmet
         out.print(f"plot: {heading['plot']}", markup=False, soft_wrap=True)
     for line in unmet:
         out.print(f"not met: {line}", style="red", markup=False, soft_wrap=True)
-
-
-def _require_plots() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise UnsupportedError(
-            "--plot needs matplotlib", kind="missing_extra", hint="pip install 'rlsandbox-pool[plots]'"
-        ) from error

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import ConfigError
-from .common import console, json_option, print_json
+from .common import console, json_option, print_json, progress
 from .signals import run_async
 
 if TYPE_CHECKING:
@@ -66,8 +66,9 @@ def command(
     )
     work = Workload(specs=images, siblings=group_size, think=think, ahead=ahead)
     began = time.monotonic()
-    with _quiet():
-        simulation = simulate(backend, config, work, deadlines=Deadlines(dispose=20.0), seed=seed)
+    with _quiet(), progress("rollouts", images * group_size, shown=not as_json) as told:
+        deadlines = Deadlines(dispose=20.0)
+        simulation = simulate(backend, config, work, deadlines=deadlines, seed=seed, progress=told)
         result = run_async(simulation, VirtualClock().run)
     took = time.monotonic() - began
     failed = int(result.missing > 0)
@@ -106,6 +107,7 @@ def _parsed(settings: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _print(result: Simulation, ceiling: int, took: float) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     out = console()
@@ -128,5 +130,5 @@ def _print(result: Simulation, ceiling: int, took: float) -> None:
         if n:
             events.add_row(name, f"{n:,}")
     for kind, n in result.failed.most_common():
-        events.add_row(f"failed: {kind}", f"{n:,}", style="red")
+        events.add_row(escape(f"failed: {kind}"), f"{n:,}", style="red")
     out.print(events)

@@ -13,7 +13,7 @@ import click
 from ..backends.registry import backend_class, backend_names
 from ..errors import ConfigError
 from ..spec import Spec
-from .common import console, json_option, print_json, writable_file
+from .common import console, json_option, print_json, writable_file, written
 from .signals import run_async
 
 if TYPE_CHECKING:
@@ -77,18 +77,23 @@ def command(as_json: bool, output: str | None, html: str | None, gate: bool, **o
     report = _run(
         bench, plan, name, lambda text: None if as_json else click.echo(f"  {text}", err=True),
     )  # fmt: skip
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.to_dict(), indent=2, default=str) + "\n")
-    if html_file is not None:
-        from ..bench.html import page
+    from ..bench.html import page
 
-        html_file.write_text(page(report), encoding="utf-8")
+    text = json.dumps(report.to_dict(), indent=2, default=str) + "\n"
+    told = (
+        written(json_file, "--output", lambda file: file.write_text(text, encoding="utf-8")),
+        written(html_file, "--html", lambda file: file.write_text(page(report), encoding="utf-8")),
+    )
     if as_json:
         print_json(report.to_dict())
     else:
         _print(report)
+    unwritten = [line for line in told if line]
+    for line in unwritten:
+        click.echo(f"rlsandbox: {line}", err=True)
     failed = any(batch.failures for line in report.lines for batch in line.rounds)
-    return int(gate and (failed or not all(verdict.ok for verdict in report.verdicts())))
+    missed = gate and (failed or not all(verdict.ok for verdict in report.verdicts()))
+    return int(missed or bool(unwritten))
 
 
 def _plan(options: dict[str, Any]) -> Plan:

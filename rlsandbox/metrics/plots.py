@@ -38,6 +38,17 @@ def figure_class() -> Any:
     return Figure
 
 
+def check_format(path: str | os.PathLike[str]) -> None:
+    """Raise unless a plot can have the format that *path* ends in, told before there is anything to plot."""
+    known = set(figure_class()().canvas.get_supported_filetypes()) - {"pgf", "raw", "rgba"}
+    ending = os.path.splitext(os.fspath(path))[1]
+    if ending[1:].lower() not in known:
+        raise ConfigError(
+            f"cannot write the plot to {os.fspath(path)}: its name must end in"
+            f" .png, .svg, .pdf or another format of matplotlib's{f', not in {ending}' if ending else ''}"
+        )
+
+
 def _legend(ax: Any) -> None:
     """Below the axes, where it covers nothing; its lines thick enough to see their colour."""
     legend = ax.legend(
@@ -134,6 +145,8 @@ def save_run(records: Sequence[RolloutRow], path: str | os.PathLike[str] | None 
 
     Rollouts that ended without a started command are the part of the distribution that is missing at 1.
     """
+    if path is not None:
+        check_format(path)
     figure = figure_class()(figsize=(12, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
     series = Series("TTFC")
@@ -147,7 +160,7 @@ def save_run(records: Sequence[RolloutRow], path: str | os.PathLike[str] | None 
     plot_batch(records, right)
     if path is not None:
         try:
-            figure.savefig(path, dpi=120)
+            figure.savefig(os.fspath(path), dpi=120)
         except OSError as error:
             raise ConfigError(f"cannot write the plot to {os.fspath(path)}: {error.strerror}") from error
         except ValueError as error:

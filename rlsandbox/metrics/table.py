@@ -53,6 +53,7 @@ def metrics_table(source: Any, *, title: str | None = None) -> Table:
 
 def counters_table(source: Any, *, title: str | None = None) -> Table:
     """A rich table of events and failures by kind."""
+    from rich.markup import escape
     from rich.table import Table
 
     snapshot = _snapshot(source)
@@ -63,7 +64,7 @@ def counters_table(source: Any, *, title: str | None = None) -> Table:
         if not n:
             continue
         style = "red" if name.startswith("failures/") else None
-        table.add_row(name, f"{n:,}", style=style)
+        table.add_row(escape(name), f"{n:,}", style=style)
     if snapshot.idle is not None and snapshot.idle.ratio is not None:
         table.add_row("accelerator idle ratio", f"{snapshot.idle.ratio:.1%}")
     return table

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -98,8 +99,12 @@ async def simulate(
     *,
     deadlines: Deadlines | None = None,
     seed: int = 0,
+    progress: Callable[[], object] = lambda: None,
 ) -> Simulation:
-    """Run the workload; on a :class:`~rlsandbox.testing.VirtualClock`'s loop it takes no time."""
+    """Run the workload; on a :class:`~rlsandbox.testing.VirtualClock`'s loop it takes no time.
+
+    *progress* is called whenever a rollout has ended.
+    """
 
     async def link(member: Member, spec: Spec) -> Link:
         return await backend.open_link(member)
@@ -142,7 +147,7 @@ async def simulate(
 
     async with asyncio.TaskGroup() as group:
         for i in range(result.requested):
-            group.create_task(rollout(i))
+            group.create_task(rollout(i)).add_done_callback(lambda _: progress())
     result.batch_s = loop.time() - began
     cluster = backend.cluster
     await driver.close(600)

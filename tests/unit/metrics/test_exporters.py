@@ -24,6 +24,7 @@ from rlsandbox.metrics import (
     serve_prometheus,
     start_exporters,
 )
+from tests.support.small_disk import fill, small_disk
 from tests.support.telemetry import Collector, key, scrape
 
 
@@ -206,6 +207,33 @@ def test_json_lines(tmp_path: Path) -> None:
         JsonLines(metrics, tmp_path / "nowhere" / "x.jsonl")
     with pytest.raises(ConfigError, match="not None"):
         JsonLines(None, path)
+
+
+def test_json_lines_lose_no_number(tmp_path: Path) -> None:
+    metrics = filled()
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        with JsonLines(metrics, disk / "numbers.jsonl") as lines:
+            metrics.count("claims", 5)
+            with pytest.raises(ConfigError, match=r"a line of .*numbers\.jsonl cannot hold step: .*set"):
+                lines.write(step={1})
+            with pytest.raises(ConfigError, match="cannot hold loss"):
+                lines.write(loss=float("nan"))
+            assert lines.write(step=1)["claims"] == 5
+            metrics.count("claims", 2)
+            metrics.reset.add(2.0)
+            filler = fill(disk)
+            with pytest.raises(OSError, match="No space left") as caught:
+                for _ in range(100):  # what is left of the file's last page
+                    lines.write(step=2)
+                    metrics.count("claims", 1)
+            assert caught.value.filename == str(disk / "numbers.jsonl")
+            metrics.count("claims", 3)
+            filler.unlink()
+            lines.write(step=3)
+        told = [json.loads(line) for line in (disk / "numbers.jsonl").read_text().splitlines()]
+    assert sum(line["claims"] for line in told) == metrics.counters()["claims"] - 2
+    assert [line["step"] for line in told] == [1, *[2] * (len(told) - 2), 3]
+    assert sum("reset/max" in line for line in told) == 1
 
 
 def test_tables() -> None:

@@ -56,8 +56,10 @@ def test_a_run_is_saved(tmp_path: Path, n: int) -> None:
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         save_run([], tmp_path / "nowhere" / "run.png")
-    with pytest.raises(ConfigError, match=r"run\.nonsense"):
-        save_run([], tmp_path / "run.nonsense")
+    for name in ("run.nonsense", "run", "run.pgf"):
+        with pytest.raises(ConfigError, match=r"must end in \.png, \.svg, \.pdf"):
+            save_run([], tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
