@@ -101,7 +101,7 @@ def test_a_benchmark_whose_file_cannot_be_written_is_told_all_the_same(
     if bench == "bench":
         from rlsandbox.bench.local import LocalReport
 
-        monkeypatch.setattr(module, "run_local", lambda **how: LocalReport(rounds=1))
+        monkeypatch.setattr(module, "run_local", lambda **how: LocalReport(1, 5, {}, [], {}))
     done = cli(*argv, "--output", "x.json", "--json")
     assert done.status == 1
     assert isinstance(done.json, dict)
