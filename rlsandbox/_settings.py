@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -60,7 +61,7 @@ def _parse_map(text: str, where: str) -> Any:
 
 def _whole(lowest: int, highest: int | None = None) -> Kind:
     def check(value: Any, where: str) -> int:
-        bad = isinstance(value, bool) or not isinstance(value, int) or value < lowest
+        bad = isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < lowest
         if bad or (highest is not None and value > highest):
             span = f"from {lowest} to {highest}" if highest is not None else f"of at least {lowest}"
             raise ConfigError(f"{where} must be a whole number {span}, not {value!r}")
@@ -71,10 +72,10 @@ def _whole(lowest: int, highest: int | None = None) -> Kind:
 
 def _number() -> Kind:
     def check(value: Any, where: str) -> float:
-        bad = isinstance(value, bool) or not isinstance(value, (int, float))
+        bad = isinstance(value, bool) or not isinstance(value, numbers.Real)
         if bad or not math.isfinite(value) or value <= 0:
             raise ConfigError(f"{where} must be a number above 0, not {value!r}")
-        return float(value) if isinstance(value, float) else value
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
 
     return Kind(_parse_number, check)
 

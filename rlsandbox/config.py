@@ -123,6 +123,12 @@ def load_config(
         ConfigError: a file is missing or broken, a key is unknown, a value is of the wrong type.
     """
     variables: Mapping[str, str] = os.environ if environ is None else environ
+    if config is not None and config is not False:
+        text = os.fspath(config) if isinstance(config, os.PathLike) else config
+        if not isinstance(text, str) or not text:
+            raise ConfigError(f"config must be a file's path, or False for none, not {config!r}")
+    if profile is not None and not isinstance(profile, str):
+        raise ConfigError(f"profile must be a name, not {profile!r}")
     layers: list[_Layer] = []
     files: list[str] = []
     if config is not False:
@@ -224,6 +230,8 @@ def _files(config: PathArgument | None, variables: Mapping[str, str]) -> list[Pa
         if not _is_file(path):
             raise ConfigError(f"{by} names {path}, which is not a file")
     paths = [path for path, _ in named] or [Path(FILE_NAME)]
+    if not named and os.path.islink(FILE_NAME) and not _is_file(Path(FILE_NAME)):
+        raise ConfigError(f"./{FILE_NAME} is a link to what is not there")
     home = variables.get("HOME") or os.path.expanduser("~")
     base = variables.get("XDG_CONFIG_HOME") or os.path.join(home, ".config")
     paths += [Path(base, "rlsandbox", "config.toml"), SYSTEM_FILE]

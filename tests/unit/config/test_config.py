@@ -6,6 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 import rlsandbox.config as config_module
@@ -247,6 +248,35 @@ def test_wrong_arguments(places: Places) -> None:
         places.load(None, None, {"backend": 3})
     with pytest.raises(ConfigError, match="config= names"):
         places.load("missing.toml")
+
+
+@pytest.mark.parametrize("wrong", [True, 5, b"x.toml", "", ["x.toml"], Path])
+def test_what_is_no_path_is_refused(places: Places, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="config must be a file's path, or False for none, not "):
+        places.load(wrong)
+
+
+@pytest.mark.parametrize("wrong", [5, ["train"], b"train", True])
+def test_what_is_no_profile_is_refused(places: Places, wrong: Any) -> None:
+    places.project.write_text("[profiles.train.pool]\nsize = 1\n")
+    with pytest.raises(ConfigError, match="profile must be a name, not "):
+        places.load(None, wrong)
+
+
+def test_numbers_of_any_type(places: Places) -> None:
+    found = places.load(None, None, {"size": numpy.int64(4), "write_rate": numpy.float32(0.5)}).pool
+    assert (found.size, found.write_rate) == (4, 0.5)
+    assert (type(found.size), type(found.write_rate)) == (int, float)
+    for wrong in (numpy.float64(4), numpy.bool_(True), numpy.int64(0), "4"):
+        with pytest.raises(ConfigError, match="size must be a whole number"):
+            places.load(None, None, {"size": wrong})
+
+
+def test_a_link_to_what_is_not_there_is_not_passed_over(places: Places) -> None:
+    places.project.symlink_to("nowhere.toml")
+    with pytest.raises(ConfigError, match=r"rlsandbox\.toml is a link to what is not there"):
+        places.load()
+    assert places.load(False).pool.size is None
 
 
 def test_unknown_profile_names_the_nearest(places: Places) -> None:
