@@ -91,6 +91,8 @@ class Portal:
         self.loop = TurnLoop()
         # A wake-up of the loop's own costs a handle, a context and two reads more.
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) if hasattr(os, "eventfd") else -1
+        self._bell_lock = threading.Lock()
+        self._deaf = False
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name=name, daemon=True)
         self._thread.start()
@@ -104,8 +106,10 @@ class Portal:
         self.loop.serve(self._ended)
 
     def _ended(self) -> None:
-        if self._bell >= 0:  # nobody rings any more: the portal is closed
-            os.close(self._bell)
+        with self._bell_lock:
+            self._deaf = True
+            if self._bell >= 0:
+                os.close(self._bell)
 
     @property
     def closed(self) -> bool:
@@ -182,10 +186,13 @@ class Portal:
             task.add_done_callback(job.finished)
 
     def _ring(self) -> None:
-        if self._bell >= 0:
-            os.eventfd_write(self._bell, 1)
-        else:
-            self.loop.call_soon_threadsafe(self._start)
+        with self._bell_lock:
+            if self._deaf:
+                return  # closed since the turn: its number may be another file's by now
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
+            else:
+                self.loop.call_soon_threadsafe(self._start)
 
     def _take(self, job: _Job) -> Any:
         error = job.error

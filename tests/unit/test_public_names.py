@@ -8,6 +8,7 @@ import inspect
 import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +160,49 @@ def test_looking_around_loads_nothing_large() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+ELSEWHERE = """
+import fcntl, os, resource, select, selectors, signal, socket, subprocess, sys, threading
+sys.platform = "darwin"
+for module, names in (
+    (os, "pidfd_open memfd_create setns unshare sched_getaffinity sched_setaffinity O_PATH O_TMPFILE getxattr setxattr "
+         "listxattr removexattr eventfd EFD_CLOEXEC posix_fadvise splice copy_file_range pipe2 getresuid P_PIDFD"),
+    (resource, "prlimit RUSAGE_THREAD RLIMIT_SIGPENDING RLIMIT_MSGQUEUE"),
+    (signal, "pidfd_send_signal sigtimedwait SIGRTMIN SIGRTMAX SIGPOLL SIGSTKFLT"),
+    (socket, "SO_PEERCRED SO_PASSCRED AF_NETLINK AF_PACKET SOCK_CLOEXEC SOCK_NONBLOCK"),
+    (fcntl, "F_ADD_SEALS F_GET_SEALS F_SEAL_WRITE F_SETPIPE_SZ F_GETPIPE_SZ"),
+):
+    for name in names.split():
+        if hasattr(module, name):
+            delattr(module, name)
+"""
+
+
+@pytest.mark.parametrize("elsewhere", ["", ELSEWHERE], ids=["here", "as on a Mac"])
+def test_importing_it_does_nothing_else(elsewhere: str, tmp_path: Path) -> None:
+    """No thread, nothing written, no connection, no program, no plugin, no noise in the log; also on a Mac."""
+    code = f"""{elsewhere}
+import sys
+from pathlib import Path
+said = []
+def audit(event, args):
+    wrote = event == "open" and args[1] and set(args[1]) & set("wxa+")
+    if wrote or event.startswith(("socket.", "subprocess.", "os.fork", "os.exec", "os.posix_spawn", "os.mkdir")):
+        said.append((event, args))
+sys.addaudithook(audit)
+sys.dont_write_bytecode = True
+import rlsandbox as rls
+import importlib.metadata, logging, threading
+log = logging.getLogger("rlsandbox")
+log.getChild("pool").warning("nobody asked for this")
+rls.Task(id="t", spec=rls.Spec(memory="1GiB"))
+print(said, threading.active_count(), [type(h).__name__ for h in log.handlers],
+      [n for n in sys.modules if n.startswith("rlsandbox_")])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.stdout == "[] 1 ['NullHandler'] []\n", done.stderr
+    assert done.stderr == ""
+    assert list(tmp_path.iterdir()) == []

@@ -298,3 +298,32 @@ def test_a_timeout_of_the_function_itself_reaches_it(portal: Portal) -> None:
         return timeout
 
     assert portal.call(takes, timeout=0.01) == 0.01
+
+
+@pytest.mark.skipif(not hasattr(os, "eventfd"), reason="the loop is woken by itself here")
+def test_a_call_that_a_close_overtakes_rings_nobody_elses_bell(
+    portal: Portal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its turn and its ring the loop may end, and the bell's number be another file's."""
+    leave, bell = portal.loop.leave, portal._bell
+    another = os.eventfd(0, os.EFD_NONBLOCK)
+
+    def overtaken() -> bool:
+        leave()
+        portal.close()
+        assert not portal._thread.is_alive()
+        os.dup2(another, bell)
+        return True
+
+    monkeypatch.setattr(portal.loop, "leave", overtaken)
+    while portal.loop._waiting.baton.locked():  # the loop is not yet waiting: no turn could be had
+        time.sleep(0.001)
+    with pytest.raises(PoolClosedError):
+        portal.call(asyncio.sleep, 60)
+    try:
+        assert os.fstat(bell)
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(another)
+    finally:
+        os.close(bell)
+        os.close(another)
