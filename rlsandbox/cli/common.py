@@ -101,17 +101,17 @@ def writable_file(path: str | None, option: str) -> Path | None:
     if path is None:
         return None
     file = Path(path)
-    if file.is_dir():
+    if os.path.isdir(file):
         raise ConfigError(f"{option}: {path} is a directory")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"{option}: there is no directory {file.absolute().parent}")
     try:
+        if not file.absolute().parent.is_dir():
+            raise ConfigError(f"{option}: there is no directory {file.absolute().parent!s:.300}")
         existed = file.exists()
         file.open("ab").close()
         if not existed:
             file.unlink()
     except OSError as error:
-        raise ConfigError(f"{option}: {path} cannot be written: {error.strerror}") from None
+        raise ConfigError(f"{option}: {path:.300} cannot be written: {error.strerror}") from None
     return file
 
 
@@ -127,7 +127,7 @@ def plot_file(path: str | None) -> Path | None:
         ) from error
     from ..metrics.plots import check_format
 
-    if not Path(path).is_dir():  # that is said better below
+    if not os.path.isdir(path):  # that is said better below
         check_format(path)
     return writable_file(path, "--plot")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from ..errors import ConfigError, UnsupportedError
-from .common import json_option, print_json
+from .common import json_option, print_json, writable_file
 
 
 @click.group()
@@ -31,8 +31,7 @@ def build(arch: str | None, target: str | None, as_json: bool) -> None:
     if target is None:
         path = keeper_binary(arch)
     else:
-        if Path(target).is_dir() or not Path(target).absolute().parent.is_dir():
-            raise ConfigError(f"--out: {target} is a directory, or in none")
+        writable_file(target, "--out")
         try:
             path = build_keeper(arch or machine(), Path(target).absolute())
         except KeeperBuildError as error:

@@ -46,8 +46,13 @@ def run_files(where: Path) -> list[Path]:
 
 def ledgers_in(directory: Path) -> list[Path]:
     """The first files of the runs in *directory*, oldest first; others' databases are among them."""
-    found = {places.first_of(p) for p in directory.iterdir() if p.suffix in places.SUFFIXES and p.is_file()}
-    return sorted((p for p in found if p.exists()), key=lambda p: (p.stat().st_mtime, p.name))
+    try:
+        beside = [p for p in directory.iterdir() if p.suffix in places.SUFFIXES and p.is_file()]
+        found = {places.first_of(p) for p in beside}
+        return sorted((p for p in found if p.exists()), key=lambda p: (p.stat().st_mtime, p.name))
+    except OSError as error:
+        said = f"the ledgers in {directory} cannot be read: {(error.strerror or str(error)).lower()}"
+        raise LedgerError(said, infrastructure=False) from None
 
 
 def is_ours(path: Path) -> bool:
@@ -74,7 +79,7 @@ def events_of(path: Path) -> list[Event]:
     Raises:
         LedgerError: there is no such file, or it is no ledger.
     """
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise LedgerError(f"there is no ledger {path}", infrastructure=False)
     if path.suffix == ".jsonl":
         return list(_of_dump(path))

@@ -39,7 +39,10 @@ def load_tasks(source: str | os.PathLike[str], /, *, limit: int | None = None) -
         raise ConfigError(f"load_tasks() takes a name or a path, not {type(source).__name__}")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be a whole number above 0, not {limit!r}")
-    tasks = [loaded.task for loaded in islice(_unique(_read(source)), limit)]
+    try:
+        tasks = [loaded.task for loaded in islice(_unique(_read(source)), limit)]
+    except OSError as error:
+        raise _unreadable(source, error) from None
     if not tasks:
         raise ConfigError(f"{os.fspath(source)}: holds no task")
     return tasks
@@ -78,7 +81,10 @@ def solution_of(task: Task, *, broken: bool = False) -> Solution | None:
 @lru_cache(maxsize=8)
 def _known(source: str, state: object) -> dict[str, Loaded]:
     """A source by task id; read again when its *state* has changed."""
-    return {loaded.task.id: loaded for loaded in _read(source)}
+    try:
+        return {loaded.task.id: loaded for loaded in _read(source)}
+    except OSError as error:
+        raise _unreadable(source, error) from None
 
 
 def _state(source: str) -> object:
@@ -102,10 +108,14 @@ def _read(source: str | os.PathLike[str]) -> Iterator[Loaded]:
 
         return read_humaneval()
     path = Path(name)
+    try:
+        os.stat(path)
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a name with NUL in it is no file's
+        raise ConfigError(
+            f"tasks {name!r}: no such file or directory, and no shipped set{_near(path)}"
+        ) from None
     if path.is_dir():
         return _read_directory(path)
-    if not path.exists():
-        raise ConfigError(f"tasks {name!r}: no such file or directory, and no shipped set{_near(path)}")
     if path.suffix == ".toml":
         from .toml import read_file
 
@@ -133,6 +143,13 @@ def _read_directory(path: Path) -> Iterator[Loaded]:
     raise ConfigError(
         f"{path}: no task directory (task.toml, instruction.md), and none of such or of .toml tasks"
     )
+
+
+def _unreadable(source: str | os.PathLike[str], error: OSError) -> ConfigError:
+    """No permission, a name too long, a file that goes away meanwhile."""
+    name = os.fspath(source)
+    place = "" if error.filename in (None, name, Path(name)) else f" ({os.fsdecode(error.filename)!r:.300})"
+    return ConfigError(f"tasks {name!r:.300}: cannot be read: {error.strerror or error}{place}")
 
 
 def _unique(loaded: Iterable[Loaded]) -> Iterator[Loaded]:

@@ -85,8 +85,8 @@ def _instructions(path: Path) -> Iterator[tuple[int, str, str]]:
     """(line, instruction, the rest), comments dropped and continued lines joined."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not valid UTF-8 at byte {error.start}") from None
     for line in lines:
         directive = re.fullmatch(r"#\s*(escape)\s*=\s*(\S+)\s*", line, re.IGNORECASE)
         if directive and directive.group(2) != "\\":

@@ -17,6 +17,8 @@ the network is what the pool's Spec says) or nothing depends on it (build timeou
 
 from __future__ import annotations
 
+import re
+import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +31,7 @@ from .dockerfile import Recipe, read_dockerfile, read_tree
 from .document import Loaded, Solution
 
 WORKDIR = "/app"
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _VERIFY = """\
 set -u
 rm -rf /logs/verifier
@@ -112,8 +115,8 @@ def read_task_directory(path: Path) -> Loaded:
         if str(path) in error.message:
             raise
         raise ConfigError(f"{path}: {error.message}", hint=error.hint) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path / 'instruction.md'}: cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path / 'instruction.md'}: not valid UTF-8 at byte {error.start}") from None
     return Loaded(task, str(path), lambda: _solution(path), lambda: None)
 
 
@@ -122,13 +125,16 @@ def _grader(path: Path, verifier: Mapping[str, Any], where: str) -> Grader:
     env = verifier.get("env", {})
     if not isinstance(env, Mapping) or any("$" in str(value) for value in env.values()):
         raise ConfigError(f"{where}: verifier.env with variables of the host is not supported")
-    exports = "".join(f"export {key}='{value!s}'\n" for key, value in env.items() if "'" not in str(value))
+    for key in env:
+        if not _VARIABLE.fullmatch(key):
+            raise ConfigError(f"{where}: verifier.env: {key!r} is no name of a variable")
+    exports = "".join(f"export {key}={shlex.quote(str(value))}\n" for key, value in env.items())
     script = (path / "tests" / "test.sh").read_text(encoding="utf-8", errors="replace")
     writes = any(name in script for name in ("/logs/verifier", "reward.txt", "reward.json"))
     return Grader(
         command=exports + _VERIFY,
         files=read_tree(path / "tests", "/tests", str(path)),
-        timeout=timeout or 600,
+        timeout=600 if timeout is None else timeout,
         reward="file:/logs/verifier/reward.txt" if writes else "exit_code",
         work=["/"],  # what is installed and configured, anywhere, is what such tasks judge
     )

@@ -89,9 +89,14 @@ class Images:
 
     def _locate(self, image: str) -> tuple[Path, str | None] | None:
         for text, name in ((image, None), tuple(image.rsplit("#", 1)) if "#" in image else (image, None)):
-            path = Path(text).expanduser()
-            if path.exists():
-                return path.absolute(), name
+            try:
+                path = Path(text).expanduser()
+                if path.exists():
+                    return path.absolute(), name
+            except (OSError, RuntimeError) as error:  # no permission; a name too long; no such user's home
+                why = error.strerror if isinstance(error, OSError) else error
+                said = f"image {image!r:.300} cannot be read: {why}"
+                raise ImageError(said, kind="image_unreadable") from None
         return None
 
     async def _found(self, image: str) -> tuple[Path, str | None]:

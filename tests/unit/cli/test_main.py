@@ -84,7 +84,7 @@ def test_a_command_that_is_not_installed_is_left_out(cli: Cli, monkeypatch: pyte
         (["run", "--group-size", "0"], "group_size must be a whole number of at least 1"),
         (["run", "--run", "a/b"], "run"),
         (["keeper", "build", "--arch", "vax"], "unknown architecture 'vax'"),
-        (["keeper", "build", "--out", "nowhere/keeper"], "--out: nowhere/keeper"),
+        (["keeper", "build", "--out", "nowhere/keeper"], "--out: there is no directory"),
         (["reap", "--older-than", "soon"], "--older-than must be a time such as"),
         (["reap", "--backend", "moon"], "reap does not know backend 'moon'"),
         (["simulate", "--set", "nods=3"], "did you mean 'nodes'"),
@@ -102,6 +102,48 @@ def test_bad_input_is_one_line_and_status_2(cli: Cli, argv: list[str], said: str
     assert done.err.count("\n") == 1, done.err
     assert done.err.startswith("rlsandbox")
     assert done.out == ""
+    assert not list(Path.cwd().iterdir()), "something half-made was left behind"
+
+
+NO_NAME = "x" * 5000
+"""What no file can be called: the system's answer is neither "there" nor "not there", as without permission."""
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["run", "--tasks", NO_NAME],
+        ["run", "--tasks", f"{NO_NAME}.jsonl"],
+        ["run", "--tasks", f"/{NO_NAME}/tasks"],
+        ["run", "--tasks", "a\0b"],
+        ["run", "--plot", f"{NO_NAME}.png"],
+        ["run", "--ledger", NO_NAME],
+        ["run", "--ledger", f"{NO_NAME}.db"],
+        ["run", "--config", NO_NAME],
+        ["run", "--image", NO_NAME],
+        ["run", "--image", f"/{NO_NAME}.tar"],
+        ["ledger", "show", NO_NAME],
+        ["ledger", "show", "--ledger", NO_NAME],
+        ["ledger", "report", f"{NO_NAME}.db"],
+        ["ledger", "report", f"{NO_NAME}.jsonl"],
+        ["ledger", "export", "-o", NO_NAME],
+        ["bench", "local", "--output", NO_NAME],
+        ["bench", "ttfc", "--backend", "simulated", "--html", NO_NAME],
+        ["keeper", "build", "--out", NO_NAME],
+        ["config", "show", "--config", NO_NAME],
+    ],
+    ids=lambda argv: " ".join(word[:12] for word in argv),
+)
+def test_names_that_no_file_can_have_are_one_line_too(cli: Cli, argv: list[str]) -> None:
+    if argv[-1].endswith(".png"):
+        pytest.importorskip("matplotlib")
+    elif argv[:2] == ["ledger", "export"]:
+        assert cli("ledger", "show").status == 0
+    done = cli(*argv)
+    assert done.status == 2, done
+    assert "internal error" not in done.err
+    assert done.err.count("\n") == 1, done.err
+    assert len(done.err) < 12_000
     assert not list(Path.cwd().iterdir()), "something half-made was left behind"
 
 

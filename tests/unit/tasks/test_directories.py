@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +144,43 @@ def test_what_a_task_cannot_carry(tmp_path: Path, name: str, text: str | None, s
     with pytest.raises(ConfigError, match=said) as caught:
         load_tasks(path)
     assert str(path) in str(caught.value)
+
+
+def test_the_verifiers_variables_arrive_whatever_is_in_them(tmp_path: Path) -> None:
+    values = {"A": "it's", "B": 'two "words"', "C_1": "a\\b\n; exit 0 #", "D": 3, "E": "é"}
+    told = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    task = directory(tmp_path / "t", f"[verifier.env]\n{told}")
+    grader = load_tasks(task)[0].grader
+    assert grader is not None
+    line = str(grader.command).partition("set -u\n")[0]
+    shown = subprocess.run(
+        ["sh", "-c", line + "".join(f'printf "%s|" "${key}"\n' for key in values)],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.stdout.split("|")[:-1] == [str(value) for value in values.values()]
+    directory(tmp_path / "u", '[verifier.env]\n"A B" = "1"\n')
+    with pytest.raises(ConfigError, match="'A B' is no name of a variable"):
+        load_tasks(tmp_path / "u")
+    directory(tmp_path / "v", "[verifier]\ntimeout_sec = 0\n")
+    with pytest.raises(ConfigError, match="timeout must be a number above 0"):
+        load_tasks(tmp_path / "v")
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory(tmp_path / "t")
+    real = Path.read_text
+
+    def forbidden(path: Path, *how: Any, **options: Any) -> str:
+        if path.name == "test.sh":
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *how, **options)
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(
+        ConfigError, match=r"t': cannot be read: Permission denied \('.*/t/tests/test\.sh'\)$"
+    ):
+        load_tasks(tmp_path / "t")
 
 
 def test_links_are_refused(tmp_path: Path) -> None:
