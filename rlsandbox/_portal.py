@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextvars
+import logging
 import os
 import threading
 import time
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar, cast
 from ._turns import Quiet, TurnLoop
 from .errors import PoolClosedError
 
+log = logging.getLogger("rlsandbox")
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 30.0
 SLICE_S = 0.5
@@ -59,8 +61,9 @@ class _Job:
             if self.error is None:
                 self.result = task.result()
         self.task = None
-        self.over = True
-        self.done.release()
+        if not self.over:  # else the loop has broken, and whoever waited knows
+            self.over = True
+            self.done.release()
 
     def wait(self) -> None:
         """For whoever was interrupted while waiting: perhaps after the end was seen, so do not ask twice."""
@@ -86,7 +89,10 @@ class Portal:
         self._pid = os.getpid()
         self._closed = False
         self._lock = threading.Lock()
+        self.broken = ""
+        """What ended the loop, if it was not :meth:`close`."""
         self._jobs: deque[_Job] = deque()
+        self._under_way: set[_Job] = set()
         self._closing: set[asyncio.Task[None]] = set()
         self.loop = TurnLoop()
         # A wake-up of the loop's own costs a handle, a context and two reads more.
@@ -103,7 +109,28 @@ class Portal:
         if self._bell >= 0:
             self.loop.add_reader(self._bell, self._rung)
         self.loop.call_soon(ready.set)
-        self.loop.serve(self._ended)
+        self.loop.serve(self._broke, self._ended)
+
+    def _broke(self, error: Exception) -> None:
+        """The loop itself has failed, which is an error of ours: nobody shall wait for it."""
+        log.critical("the event loop of a pool broke", exc_info=error)
+        with self._lock:
+            self._closed, self.broken = True, f"{type(error).__name__}: {error}"
+            waiting = [*self._jobs, *self._under_way]
+            self._jobs.clear()
+        _open.discard(self)
+        for job in waiting:
+            if not job.over:
+                job.error = PoolClosedError(self._why(), kind="broken")
+                job.over = True
+                job.done.release()
+
+    def _why(self) -> str:
+        return (
+            f"the pool is closed: its event loop broke ({self.broken})"
+            if self.broken
+            else "the pool is closed"
+        )
 
     def _ended(self) -> None:
         with self._bell_lock:
@@ -124,7 +151,7 @@ class Portal:
                 hint="make the pool in the child, or hand it pool.ref and use Pool.connect(ref)",
             )
         if self._closed:
-            raise PoolClosedError("the pool is closed")
+            raise PoolClosedError(self._why(), kind="broken" if self.broken else None)
         if threading.get_ident() in (self._thread.ident, self.loop.runner):
             raise RuntimeError(
                 "a synchronous call from inside the pool's own event loop would wait for itself; "
@@ -183,7 +210,7 @@ class Portal:
         if task.done():
             job.finished(task)
         else:
-            task.add_done_callback(job.finished)
+            self._follow(job, task)
 
     def _ring(self) -> None:
         with self._bell_lock:
@@ -208,7 +235,7 @@ class Portal:
     def _submit(self, job: _Job) -> None:
         with self._lock:
             if self._closed:
-                raise PoolClosedError("the pool is closed")
+                raise PoolClosedError(self._why(), kind="broken" if self.broken else None)
             self._jobs.append(job)
             job.submitted = True
             # One wake-up for any number of jobs that came meanwhile.
@@ -225,7 +252,16 @@ class Portal:
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
-            job.begin(self.loop).add_done_callback(job.finished)
+            self._follow(job, job.begin(self.loop))
+
+    def _follow(self, job: _Job, task: asyncio.Task[Any]) -> None:
+        self._under_way.add(job)
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._under_way.discard(job)
+            job.finished(task)
+
+        task.add_done_callback(ended)
 
     def _cancel(self, job: _Job) -> bool:
         """Ask for the job's end; False when the loop is gone and there is nothing to wait for."""

@@ -49,8 +49,9 @@ class _Selector(selectors.DefaultSelector):
             self.baton.acquire()
         if turns != self.turns:
             # What a turn took out or put anew is not what was found; what is still so is found again.
+            # By number: to ask for a file that the turn has closed is an error.
             known = self.get_map()
-            found = [event for event in found if known.get(event[0].fileobj) is event[0]]
+            found = [event for event in found if known.get(event[0].fd) is event[0]]
         return found
 
 
@@ -61,21 +62,31 @@ class TurnLoop(asyncio.SelectorEventLoop):
         self._waiting = _Selector()
         super().__init__(self._waiting)
         self._soonest = math.inf
+        self._stopped = False
         self._running: int | None = None
         self._hooks: Any = (None, None)
         self._outer_hooks: Any = (None, None)
         self._possible = hasattr(self, "_ready") and hasattr(asyncio.Handle, "_run")
 
-    def serve(self, end: Callable[[], object]) -> None:
-        """Run until stopped, then *end*, and close."""
+    def stop(self) -> None:
+        self._stopped = True
+        super().stop()
+
+    def serve(self, broke: Callable[[Exception], object], end: Callable[[], object]) -> None:
+        """Run until stopped, then *end*, and close. *broke* is told what else has ended it."""
         asyncio.set_event_loop(self)
         self._waiting.baton.acquire()
         try:
             self.call_soon(self._remember_hooks)
-            self.run_forever()
+            while not self._stopped:
+                # what a callback raises of these ends its task, which tells it; nobody else's
+                with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                    self.run_forever()
+            self.run_until_complete(self.shutdown_asyncgens())
+        except Exception as error:
+            broke(error)
         finally:
             try:
-                self.run_until_complete(self.shutdown_asyncgens())
                 self.close()
                 end()
             finally:

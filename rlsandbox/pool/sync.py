@@ -288,13 +288,13 @@ _open: dict[int, tuple[AsyncPool, Portal]] = {}
 
 
 def _close(pool: AsyncPool, portal: Portal, timeout: float | None) -> None:
-    if portal.closed:
+    open_ = _open.pop(id(pool), None) is not None
+    if portal.closed and not (portal.broken and open_):
         return
-    _open.pop(id(pool), None)
     try:
         portal.call(pool.end, timeout)
     except PoolClosedError:
-        if not portal.closed:  # else another thread has closed it at the same time
+        if not portal.closed or portal.broken:  # else another thread has closed it at the same time
             raise
     finally:
         try:
