@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import pytest
@@ -140,3 +142,26 @@ def cancelled_when(
 def inner(sandbox: Sandbox) -> AsyncSandbox:
     """The asynchronous half of a sandbox."""
     return sandbox._async
+
+
+class Grown:
+    """How much more memory than before this process had in use at most, since this was made."""
+
+    def __init__(self) -> None:
+        with contextlib.suppress(OSError):  # else an earlier test's peak would hide this one's
+            Path("/proc/self/clear_refs").write_text("5")
+        self._before = self._status("VmRSS") or self._peak()
+
+    def __call__(self) -> int:
+        return self._peak() - self._before
+
+    def _peak(self) -> int:
+        return self._status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    @staticmethod
+    def _status(name: str) -> int:
+        try:
+            lines = Path("/proc/self/status").read_text().splitlines()
+        except OSError:
+            return 0  # not on Linux, where a backend's own tests may run
+        return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":")), 0)

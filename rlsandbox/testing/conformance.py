@@ -15,11 +15,12 @@ from ._files import Files
 from ._fixtures import OnePerClass
 from ._grading import Grading
 from ._lifecycle import Lifecycle
+from ._popen import Popens
 from ._sessions import Sessions
 from ._trust import Trusting
 
 __all__ = ["BackendConformance", "OnePerClass"]
 
 
-class BackendConformance(Lifecycle, Commands, Sessions, Files, Grading, Trusting):
+class BackendConformance(Lifecycle, Commands, Popens, Sessions, Files, Grading, Trusting):
     """Subclass it, give the fixture ``backend``, run it with pytest."""

@@ -43,6 +43,14 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert dead == []
 
 
+def test_every_page_and_every_example_can_be_found() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    readme = PAGES[0].read_text()
+    lost = [page.name for page in PAGES[1:] if f"(docs/{page.name})" not in readme]
+    lost += [path.name for path in (ROOT / "examples").iterdir() if path.is_file() and path.name not in text]
+    assert lost == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_python_uses_names_and_parameters_that_there_are(page: Path) -> None:
     wrong = [
