@@ -449,6 +449,43 @@ def test_a_user_without_a_range_owns_all(ordinary: Ordinary) -> None:
     assert out[1] == "False"
 
 
+UNREADABLE = """
+import asyncio, sys
+import rlsandbox as rls
+from rlsandbox.errors import ImageError
+for image in {images!r}:
+    with rls.Pool(size=1, config=False) as pool:
+        try:
+            pool.claim(rls.Task(id="t", image=image), timeout=60)
+        except ImageError as error:
+            print(error.kind, error.retryable, error.message)
+"""
+
+
+def test_an_image_that_a_user_may_not_read_is_told_at_once(ordinary: Ordinary) -> None:
+    shut = ordinary.place / "shut"
+    shut.mkdir(mode=0o700)
+    archive, packed = (ordinary.place / name for name in ("i.tar", "p.tar.gz"))
+    docker_archive(archive, [layer([f("x", "1")])])
+    packed.write_bytes(gzip.compress(archive.read_bytes()))
+    layout, inner = ordinary.place / "layout", ordinary.place / "inner"
+    for directory in (layout, inner):
+        oci_layout(directory, [layer([f("x", "1")])])
+    layout.chmod(0o700)
+    (inner / "index.json").chmod(0o600)
+    archive.chmod(0o600)
+    packed.chmod(0o600)
+    names = [
+        str(path) for path in (archive, packed, layout, inner, shut / "i.tar", ordinary.place / ("x" * 300))
+    ]
+    told = ordinary.program(UNREADABLE.format(images=names)).splitlines()
+    assert len(told) == len(names)
+    for name, line in zip(names, told, strict=True):
+        assert " False " in line
+        assert "Permission denied" in line or "File name too long" in line
+        assert name[:200] in line
+
+
 # Inside
 
 

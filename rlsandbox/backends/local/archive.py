@@ -213,6 +213,12 @@ class _Hashing:
         return "sha256:" + self._hash.hexdigest()
 
 
+def unreadable(image: object, error: OSError | RuntimeError) -> ImageError:
+    """No permission, a name too long, no such user's home: the same again would be no better."""
+    why = error.strerror if isinstance(error, OSError) else error
+    return ImageError(f"image {str(image)!r:.300} cannot be read: {why}", kind="image_unreadable")
+
+
 @contextmanager
 def open_store(path: Path, scratch: Path) -> Iterator[Store]:
     """The blobs at *path*; a compressed archive is first unpacked into *scratch*."""
@@ -222,16 +228,19 @@ def open_store(path: Path, scratch: Path) -> Iterator[Store]:
     if path.exists() and not path.is_file():
         raise ImageError(f"image {str(path)!r} is neither a directory nor a file")
     try:
-        with open(path, "rb") as raw:
-            plain = decompressed(raw, str(path))
-            if plain is raw:
-                yield TarStore(path, str(path))
-                return
-            unpacked = scratch / "archive.tar"
-            with open(unpacked, "wb") as out:
-                _copy(plain, out, str(path), _room(scratch))
+        raw = open(path, "rb")  # noqa: SIM115
     except FileNotFoundError:
         raise ImageError(f"image {str(path)!r}: no such file or directory") from None
+    except OSError as error:
+        raise unreadable(path, error) from None
+    with raw:
+        plain = decompressed(raw, str(path))
+        if plain is raw:
+            yield TarStore(path, str(path))
+            return
+        unpacked = scratch / "archive.tar"
+        with open(unpacked, "wb") as out:
+            _copy(plain, out, str(path), _room(scratch))
     try:
         yield TarStore(unpacked, str(path))
     finally:

@@ -24,6 +24,7 @@ from ... import _paths
 from ...errors import ImageError
 from ...keeper.build import machine
 from . import worker
+from .archive import unreadable
 from .ids import IdMap
 
 _REFERENCE = re.compile(
@@ -94,9 +95,7 @@ class Images:
                 if path.exists():
                     return path.absolute(), name
             except (OSError, RuntimeError) as error:  # no permission; a name too long; no such user's home
-                why = error.strerror if isinstance(error, OSError) else error
-                said = f"image {image!r:.300} cannot be read: {why}"
-                raise ImageError(said, kind="image_unreadable") from None
+                raise unreadable(image, error) from None
         return None
 
     async def _found(self, image: str) -> tuple[Path, str | None]:
@@ -173,12 +172,14 @@ def _remove_halves(layout: Path) -> None:
 def _state(path: Path) -> object:
     """Changes when the image at *path* was replaced."""
     index = path / "index.json"
-    if path.is_dir() and not index.exists():
-        index = path / "manifest.json"
     try:
+        if path.is_dir() and not index.exists():
+            index = path / "manifest.json"
         status = (index if path.is_dir() else path).stat()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise unreadable(path, error) from None
     return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
