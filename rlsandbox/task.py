@@ -99,8 +99,10 @@ class Task(_Data):
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.id, str) or not self.id or "\0" in self.id:
+        if not isinstance(self.id, str) or not self.id:
             raise ConfigError(f"Task.id must be a string that is not empty, not {self.id!r}")
+        if "\0" in self.id:
+            raise ConfigError(f"Task.id must not contain NUL: {self.id!r:.100}")
         if not is_utf8(self.id):
             raise ConfigError(f"Task.id must be text that UTF-8 can say, not {self.id!r}")
         if isinstance(self.image, PathLike):
@@ -141,7 +143,7 @@ class Task(_Data):
             for path in sorted(self.files):
                 data = self.files[path]
                 raw = data.encode() if isinstance(data, str) else data
-                digest.update(f"\0{path}\0{len(raw)}\0".encode() + raw)
+                digest.update(f"\0{path}\0{len(raw)}\0".encode("utf-8", "surrogateescape") + raw)
             cached = digest.hexdigest()[:16]
             object.__setattr__(self, "_layer_key", cached)
         return cached
@@ -153,6 +155,8 @@ def _files(value: Mapping[str, str | bytes], what: str) -> dict[str, str | bytes
     for path, data in value.items():
         if not isinstance(path, str) or not path or "\0" in path or path.endswith("/"):
             raise ConfigError(f"{what}: {path!r} is not a file path")
+        if not is_utf8(path, "surrogateescape"):
+            raise ConfigError(f"{what}: {path!r} holds half a surrogate pair, which no path can")
         if ".." in path.split("/"):
             raise ConfigError(f"{what}: {path!r} must not contain '..'")
         if not isinstance(data, (str, bytes)):

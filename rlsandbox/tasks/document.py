@@ -13,7 +13,7 @@ from typing import Any
 
 from .._settings import SPEC, nearest
 from ..errors import ConfigError
-from ..spec import Limits, Spec
+from ..spec import Limits, Spec, is_utf8
 from ..task import Grader, Task
 from .check import checks_grader
 
@@ -55,6 +55,7 @@ def parse_document(data: Any, where: str, *, origin: str) -> Loaded:
     if checks is not None:
         if grader is not None:
             raise table.error("checks", "stands in for a grader: give one of the two")
+        _compiles(checks, table)
         grader = checks_grader(checks)
     spec = table.sub("spec", _spec)
     limits = table.sub("limits", _limits)
@@ -181,6 +182,8 @@ class _Table:
         found: Files = {}
         for path, value in self.take(key, dict, {}).items():
             place = f"{key}[{path!r}]"
+            if not is_utf8(path, "surrogateescape"):
+                raise self.error(place, "holds half a surrogate pair, which no path can")
             if isinstance(value, Mapping) and set(value) == {"base64"} and isinstance(value["base64"], str):
                 try:
                     found[path] = base64.b64decode(value["base64"], validate=True)
@@ -216,6 +219,17 @@ class _Table:
                 raise ConfigError(
                     f"{self.where}: unknown field {self.name + key!r}{nearest(key, self.taken)}"
                 )
+
+
+def _compiles(checks: str, table: _Table) -> None:
+    """Checks that are no Python would end every rollout with a reward of 0."""
+    try:
+        compile(checks, "checks", "exec", dont_inherit=True)
+    except SyntaxError as error:
+        place = f" line {error.lineno}" if error.lineno else ""
+        raise table.error(f"checks{place}", f"is no Python: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError, OverflowError) as error:
+        raise table.error("checks", f"is no Python: {error or 'nested too deep'}") from None
 
 
 def _encodable(text: str, table: _Table, key: str) -> None:

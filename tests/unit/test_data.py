@@ -236,3 +236,14 @@ def test_a_hook_that_there_is_not_is_an_error_that_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"Acme: there is no hook rlsandbox_verfy.*rlsandbox_verify"):
         plugin_manager([Acme()])
     plugin_manager([Later()])
+
+
+def test_files_may_have_names_that_are_no_text() -> None:
+    """As Linux has them: bytes, each that is no UTF-8 said by a lone surrogate."""
+    names = ["a\udcff", "a\udcfe", "a?"]
+    keys = {Task(id="t", files={name: "x"}).layer_key for name in names}
+    assert len(keys) == 3
+    with pytest.raises(ConfigError, match="half a surrogate pair, which no path can"):
+        Task(id="t", files={"a\ud800": "x"})
+    with pytest.raises(ConfigError, match="half a surrogate pair, which no path can"):
+        Grader(command="true", files={"a\ud800": "x"})
