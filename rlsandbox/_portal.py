@@ -204,8 +204,8 @@ class Portal:
         """In a turn: the job's first steps."""
         if self._closed:
             return
-        job.submitted = True
         task = job.begin(self.loop)
+        job.submitted = True
         self.loop.run(task.done)
         if task.done():
             job.finished(task)

@@ -111,8 +111,9 @@ class TurnLoop(asyncio.SelectorEventLoop):
         """Begin a turn; False when the loop is at work, or here it cannot be.
 
         A thread that runs another event loop has none: that one's callbacks must not think they run in this.
+        Nor has any while the loop is debugged: it then sees to it that only its own thread uses it.
         """
-        if not self._possible or events._get_running_loop() is not None:
+        if not self._possible or self.get_debug() or events._get_running_loop() is not None:
             return False
         if not self._waiting.baton.acquire(blocking=False):
             return False

@@ -60,6 +60,20 @@ def test_what_a_turn_does_to_a_file_that_was_found_ready(what: str, monkeypatch:
         one.close()
 
 
+def test_calls_while_asyncio_is_debugged(portal: Portal) -> None:
+    """``python -X dev``: asyncio then refuses to be used from another thread than the loop's own."""
+
+    async def who(rest_s: float) -> int:
+        await asyncio.sleep(rest_s)
+        return threading.get_ident()
+
+    mine = threading.get_ident()
+    for debug in (True, False, True):
+        portal.loop.set_debug(debug)
+        where = [portal.call(who, rest_s) for rest_s in (0, 0.01)]
+        assert where[1] != mine and (where[0] != mine or not debug)
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
 def test_a_coroutine_that_wants_to_exit_ends_its_own_call(portal: Portal, error: BaseException) -> None:
     async def later() -> None:
