@@ -163,6 +163,7 @@ def idle(portal: Portal) -> None:
 
 def test_whose_thread(portal: Portal) -> None:
     portal.loop.set_debug(False)  # it takes no turns while it is debugged
+
     async def steps() -> list[int]:
         seen = [threading.get_ident()]
         await asyncio.sleep(0)
