@@ -132,7 +132,9 @@ class SandboxBase(Live):
             self.node = node
         facts = {**client.welcome.facts, **self._facts}
         means = {k[6:]: v for k, v in facts.items() if k.startswith("limit.")}
-        self.one_uid = facts.get("ids") == "one"
+        only = facts.get("only_user", "")
+        self._only = tuple(only.split(",")) if only else ("root", "0") if facts.get("ids") == "one" else ()
+        self.one_uid = bool(self._only)
         self._user = facts.get("user") or None
         self.limits = SandboxLimits(
             attempt=self.task.limits,
@@ -295,11 +297,17 @@ class SandboxBase(Live):
             return None
         if not who:
             raise ConfigError("user must be a name, a uid or uid:gid, not an empty text")
-        if self.one_uid and who not in ("root", "0", "0:0"):
+        name, _, group = who.partition(":")
+        if self.one_uid and (name not in self._only or (group not in ("", "0") and "0" in self._only)):
+            here = self._only[0] in ("root", "0")
             raise UnsupportedError(
-                f"user={who!r}: this machine gives the sandbox one uid only",
+                f"user={who!r}: this machine gives the sandbox one uid only"
+                if here
+                else f"user={who!r}: in mode {self.reset_mode} commands have one uid only, {self._only[0]}",
                 phase="command",
-                hint="a range in /etc/subuid and newuidmap (package uidmap) make more; rlsandbox doctor",
+                hint="a range in /etc/subuid and newuidmap (package uidmap) make more; rlsandbox doctor"
+                if here
+                else "Spec(user=...) says whose it is",
                 sandbox=self.id,
             )
         return text_bytes(who, "user")

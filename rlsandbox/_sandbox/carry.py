@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING
 
 from ..errors import file_error
-from ..keeper.client import KeeperFailure
+from ..keeper.client import AS_KEEPER, KeeperFailure
 from ..results import FileInfo
 from . import files
 from .trust import Trust, within
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from .core import AsyncSandbox
 
 _IN_MEMORY = 16 << 20
+_OPEN = 0o700
+"""What its owner needs to put something into a directory."""
 
 
 @dataclass
@@ -49,6 +51,9 @@ async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
         await sandbox.renew()
         for piece in pieces:
             await _write(sandbox, piece, spool)
+        for piece in reversed(pieces):
+            if piece.info.kind == "dir" and piece.info.mode & _OPEN != _OPEN:
+                await _make_dir(sandbox, piece.info, piece.info.mode)
     return tuple(name for name in (*foreign, *outside) if "/__pycache__" not in name)
 
 
@@ -56,12 +61,14 @@ async def _read(sandbox: AsyncSandbox, info: FileInfo, spool: IO[bytes]) -> _Pie
     piece = _Piece(info)
     try:
         if info.kind == "symlink":
-            piece.link = await sandbox.client.read_link(info.name)
+            piece.link = await sandbox.client.read_link(info.name, flags=AS_KEEPER)
         elif info.kind == "file":
             # With its holes: what an agent made a terabyte long costs what is in it.
             at, size = 0, info.size
             while at < size:
-                start, data, size = await files.read_data(sandbox.client, info.name, at, size)
+                start, data, size = await files.read_data(
+                    sandbox.client, info.name, at, size, flags=AS_KEEPER
+                )
                 if data:
                     piece.data.append((start, spool.tell(), len(data)))
                     await asyncio.to_thread(spool.write, data)
@@ -78,12 +85,11 @@ async def _write(sandbox: AsyncSandbox, piece: _Piece, spool: IO[bytes]) -> None
         there = await kind_of(sandbox, path)
         if info.kind == "dir":
             if there not in (None, "dir"):
-                await client.remove(path, tree=True)
-            flags = files.MAKE_DIR | files.MAKE_PARENTS
-            await client.write(path, b"", mode=info.mode, user=user, flags=flags)
+                await client.remove(path, tree=True, flags=AS_KEEPER)
+            await _make_dir(sandbox, info, info.mode | _OPEN)  # what lies in it is still to come
             return
         if there is not None:
-            await client.remove(path, tree=True)
+            await client.remove(path, tree=True, flags=AS_KEEPER)
         if info.kind == "symlink":
             await client.write(path, piece.link, user=user, flags=files.MAKE_LINK | files.MAKE_PARENTS)
         elif info.kind == "file":
@@ -91,16 +97,25 @@ async def _write(sandbox: AsyncSandbox, piece: _Piece, spool: IO[bytes]) -> None
             await client.write(path, b"", mode=info.mode | 0o200, user=user, flags=flags)
             for offset, place, length in piece.data:
                 spool.seek(place)
-                await client.write(path, await asyncio.to_thread(spool.read, length), offset=offset)
-            await client.write(path, b"", mode=info.mode, offset=info.size, size=info.size)
+                data = await asyncio.to_thread(spool.read, length)
+                await client.write(path, data, offset=offset, flags=AS_KEEPER)
+            await client.write(path, b"", mode=info.mode, offset=info.size, size=info.size, flags=AS_KEEPER)
     except KeeperFailure as error:
         raise file_error(error.errno, path, sandbox=sandbox.id) from None
+
+
+async def _make_dir(sandbox: AsyncSandbox, info: FileInfo, mode: int) -> None:
+    flags = files.MAKE_DIR | files.MAKE_PARENTS
+    try:
+        await sandbox.client.write(info.name, b"", mode=mode, user=sandbox.spec.user, flags=flags)
+    except KeeperFailure as error:
+        raise file_error(error.errno, info.name, sandbox=sandbox.id) from None
 
 
 async def kind_of(sandbox: AsyncSandbox, path: str) -> str | None:
     """What is at *path*; None when nothing is."""
     try:
-        return (await sandbox.client.stat(path)).kind
+        return (await sandbox.client.stat(path, flags=AS_KEEPER)).kind
     except KeeperFailure as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from .._portal import AwaitableCM
-from ..errors import SandboxError
+from ..errors import SandboxError, UnsupportedError
 from ..keeper.channel import STDIN
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult, FileInfo, Outcome
@@ -228,9 +228,19 @@ class AsyncSandbox(SandboxBase):
 
         Raises:
             ProcessesRunningError: processes live and *kill* is false; nothing changed.
+            UnsupportedError: in modes in which files cannot leave their place.
         """
         self._require("ready")
+        self._movable()
         return await self._host.snapshot(self, kill=kill, name=name)
+
+    def _movable(self) -> None:
+        if self.reset_mode in ("manifest", "replace"):
+            raise UnsupportedError(
+                f"mode {self.reset_mode}: a sandbox's files cannot leave their place, so there are no "
+                "snapshots, forks and checkpoints of it, and it does not hibernate",
+                phase="command", hint="they need mode overlay or userns", sandbox=self.id, task=self.task.id,
+            )  # fmt: skip
 
     async def pause(self) -> None:
         """Stop every process; all state stays. Twice is fine."""
@@ -251,8 +261,13 @@ class AsyncSandbox(SandboxBase):
             self.paused(False)
 
     async def hibernate(self) -> None:
-        """Save the files, end the processes, give the place up."""
+        """Save the files, end the processes, give the place up.
+
+        Raises:
+            UnsupportedError: as of :meth:`snapshot`.
+        """
         self._require("ready", "paused")
+        self._movable()
         await self._host.hibernate(self)
         self._state = "hibernated"
 

@@ -85,14 +85,14 @@ async def read(sandbox: AsyncSandbox, path: Path_, user: str | None) -> bytes:
 
 
 async def read_data(
-    client: KeeperClient, path: str, at: int, size: int, user: str | None = None
+    client: KeeperClient, path: str, at: int, size: int, user: str | None = None, flags: int = 0
 ) -> tuple[int, bytes, int]:
     """The next piece of data at or after *at*: where it begins, it, the file's size.
 
     Without any up to the end it is empty and begins there.
     """
     piece, reply = await client.collect(
-        Op.READ, path=path, user=user, offset=at, length=PIECE, flags=READ_SPARSE
+        Op.READ, path=path, user=user, offset=at, length=PIECE, flags=READ_SPARSE | flags
     )
     size = reply.int(Tag.SIZE, size)
     return (max(reply.int(Tag.OFFSET, at), at) if piece else max(size, at)), bytes(piece), size

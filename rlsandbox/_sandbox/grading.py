@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CommandStartError, ConfigError, SandboxError, SandboxFileError, file_error
-from ..keeper.client import KeeperFailure
+from ..keeper.client import AS_KEEPER, KeeperFailure
 from ..results import CommandResult, Outcome
 from ..task import Grader, Task
 from . import files
@@ -158,7 +158,8 @@ async def _place(sandbox: AsyncSandbox, grader: Grader) -> None:
         target = await _clear(sandbox, sandbox.path(path))
         try:
             # Exclusive: nobody is left who could have put something there since.
-            await sandbox.client.write(target, raw, mode=0o644, flags=files.MAKE_PARENTS | files.EXCLUSIVE)
+            flags = files.MAKE_PARENTS | files.EXCLUSIVE | AS_KEEPER
+            await sandbox.client.write(target, raw, mode=0o644, flags=flags)
         except KeeperFailure as error:
             raise file_error(error.errno, target, sandbox=sandbox.id) from None
     if grader.reward.startswith("file:"):
@@ -178,7 +179,7 @@ async def _clear(sandbox: AsyncSandbox, path: str) -> str:
     while todo:
         here = f"{at}/{todo.pop(0)}"
         try:
-            info = await client.stat(here)
+            info = await client.stat(here, flags=AS_KEEPER)
         except KeeperFailure as error:
             if error.errno == errno.ENOENT:
                 return posixpath.join(here, *todo)
@@ -190,7 +191,7 @@ async def _clear(sandbox: AsyncSandbox, path: str) -> str:
             at = here
         elif info.kind == "symlink" and links < _LINKS and not await _made_by_episode(sandbox, here):
             links += 1
-            target = (await client.read_link(here)).decode("utf-8", "surrogateescape")
+            target = (await client.read_link(here, flags=AS_KEEPER)).decode("utf-8", "surrogateescape")
             resolved = posixpath.normpath(posixpath.join(at or "/", target))
             todo = [part for part in resolved.split("/") if part] + todo
             at = ""
@@ -202,7 +203,7 @@ async def _clear(sandbox: AsyncSandbox, path: str) -> str:
 
 async def _remove(sandbox: AsyncSandbox, path: str) -> None:
     try:
-        await sandbox.client.remove(path, tree=True)
+        await sandbox.client.remove(path, tree=True, flags=AS_KEEPER)
     except KeeperFailure as error:
         raise file_error(error.errno, path, sandbox=sandbox.id) from None
 

@@ -52,7 +52,7 @@ class Host(Protocol):
 @dataclass(frozen=True)
 class SandboxLimits:
     """The limits that hold for a sandbox. ``means`` says by which means each is held (``cgroup``,
-    ``watchdog``, ``tmpfs``, ``rlimit`` ...); a limit that is not in it is not held at all."""
+    ``watchdog``, ``tmpfs``, ``rlimit`` ...); one that is ``none`` or not in it is not held at all."""
 
     attempt: Limits
     memory: int | None = None

@@ -28,7 +28,10 @@ def _extra() -> None:
 @command.command()
 @click.option("--image", metavar="IMAGE", default="YOUR-IMAGE", show_default=True)
 @click.option(
-    "--mode", type=click.Choice(["overlay", "userns", "replace"]), default="overlay", show_default=True
+    "--mode",
+    type=click.Choice(["overlay", "userns", "manifest", "replace"]),
+    default="overlay",
+    show_default=True,
 )
 @click.option("--memory", metavar="SIZE", help="Such as 2GiB.")
 @click.option("--cpu", type=float, metavar="CORES")
@@ -48,7 +51,13 @@ def show(
     if arch not in manifests.ARCH:
         raise ConfigError(f"--arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")
     keeper = manifests.keeper_config_map(keeper_binary(arch), arch)
-    spec = Spec(image=image, memory=memory, cpu=cpu, network="host" if mode == "replace" else "none")
+    spec = Spec(
+        image=image,
+        memory=memory,
+        cpu=cpu,
+        network="host" if mode in manifests.SHARED_NETWORK else "none",
+        user="1000" if mode == "manifest" else None,
+    )
     pod = manifests.pod_spec(spec, manifests.Shape(mode=mode, arch=arch), keeper["metadata"]["name"])
     made = [
         manifests.template("rlsandbox-example", pod),

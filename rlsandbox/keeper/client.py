@@ -19,6 +19,8 @@ from .frames import Entry, decode_entries, encode_fields
 from .wire import Op, Tag
 
 _KINDS: dict[str, Any] = {"f": "file", "d": "dir", "l": "symlink", "o": "other", "x": "deleted"}
+AS_KEEPER = 256
+"""A flag for files: done by the keeper, through no link, where commands are one user's; elsewhere nothing."""
 _NO_SUCH_FILE = frozenset({2, 20, 40, 21, 22})  # ENOENT ENOTDIR ELOOP EISDIR EINVAL: no regular file there
 
 
@@ -165,21 +167,21 @@ class KeeperClient(Connection):
         )
         return reply.int(Tag.SIZE)
 
-    async def read_link(self, path: str, *, user: str | None = None) -> bytes:
+    async def read_link(self, path: str, *, user: str | None = None, flags: int = 0) -> bytes:
         """A link's target."""
-        data, _ = await self.collect(Op.READ, path=path, user=user, flags=1)
+        data, _ = await self.collect(Op.READ, path=path, user=user, flags=1 | flags)
         return bytes(data)
 
-    async def remove(self, path: str, *, tree: bool = False, user: str | None = None) -> None:
+    async def remove(self, path: str, *, tree: bool = False, user: str | None = None, flags: int = 0) -> None:
         """Remove a file, link or empty directory, or with *tree* all of it; links are never followed."""
-        await self.call(Op.REMOVE, path=path, user=user, flags=1 if tree else None)
+        await self.call(Op.REMOVE, path=path, user=user, flags=(1 if tree else 0) | flags or None)
 
     async def list(self, path: str, *, user: str | None = None) -> list[FileInfo]:
         data, _ = await self.collect(Op.LIST, path=path, user=user)
         return [file_info(e) for e in decode_entries([bytes(data)])]
 
-    async def stat(self, path: str, *, user: str | None = None) -> FileInfo:
-        data, _ = await self.collect(Op.STAT, path=path, user=user)
+    async def stat(self, path: str, *, user: str | None = None, flags: int = 0) -> FileInfo:
+        data, _ = await self.collect(Op.STAT, path=path, user=user, flags=flags or None)
         return next(file_info(e) for e in decode_entries([bytes(data)]))
 
 

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 _Call = tuple[str, Callable[..., Any]]
 """A plugin's name and how to call its implementation."""
 
-WHOLE_MODES = frozenset({"overlay", "userns"})
+WHOLE_MODES = frozenset({"overlay", "userns", "manifest"})
 """Modes whose RESET puts everything back by itself."""
 
 MAX_RESIDUE = 1000

@@ -262,7 +262,7 @@ class Files(Fixtures):
 
     def test_files_full_disk(self, make: Callable[..., Sandbox]) -> None:
         sandbox = make(Task(id="full", spec=Spec(disk="32MiB")))
-        if "disk" not in sandbox.limits.means:
+        if sandbox.limits.means.get("disk", "none") == "none":
             pytest.skip("disk is not limited here, and the facts say so")
         with pytest.raises(OSError, match="No space left") as caught:
             sandbox.write_file("/tmp/big", b"x" * (64 << 20))
@@ -301,11 +301,15 @@ class Files(Fixtures):
         assert [c.name for c in sandbox.changes("/tmp")] == []
         sandbox.run("cd /tmp; echo x >new; mkdir dir; ln -s new link; rm -f /etc/hostname /etc/passwd")
         found = {c.name: c.kind for c in sandbox.changes()}
-        expected = {"/tmp/new": "file", "/tmp/dir": "dir", "/tmp/link": "symlink", "/etc/passwd": "deleted"}
+        expected = {"/tmp/new": "file", "/tmp/dir": "dir", "/tmp/link": "symlink"}
+        may = sandbox.run("[ -w /etc ]").ok  # else commands are an ordinary user's: nothing happened there
+        if may:
+            expected["/etc/passwd"] = "deleted"
         assert expected.items() <= found.items()
         assert set(found) - set(expected) <= {"/tmp", "/etc", "/etc/hostname"}
-        assert {c.name for c in sandbox.changes("/etc")} >= {"/etc/passwd"}
-        assert not any(c.name.startswith("/tmp") for c in sandbox.changes("/etc"))
+        there = {c.name for c in sandbox.changes("/etc")}
+        assert ("/etc/passwd" in there) == may
+        assert not any(name.startswith("/tmp") for name in there)
 
     def test_files_only_files_go_in(self, sandbox: Sandbox, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "fifo")

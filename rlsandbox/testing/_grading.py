@@ -12,7 +12,7 @@ from ..results import CommandResult
 from ..sandbox import GradeError, Sandbox
 from ..spec import Spec
 from ..task import Grader, Task
-from ._fixtures import Fixtures, gone
+from ._fixtures import Fixtures, gone, inner
 
 CHECK = Grader(command="sh tests/check.sh", files={"tests/check.sh": 'test "$(cat answer)" = 42\n'})
 
@@ -122,7 +122,7 @@ class Grading(Fixtures):
 
     def test_grade_without_room(self, make: Callable[..., Sandbox]) -> None:
         sandbox = make(_task(spec=Spec(disk="16MiB")))
-        if "disk" not in sandbox.limits.means:
+        if sandbox.limits.means.get("disk", "none") == "none":
             pytest.skip("disk is not limited here, and the facts say so")
         sandbox.run(
             "head -c 100000000 /dev/zero >/tmp/fill; i=0; while : >/tmp/i$i; do i=$((i+1)); done 2>/dev/null"
@@ -214,6 +214,21 @@ class Grading(Fixtures):
         assert "evil" not in outcome.result.text
         assert "gone" in outcome.result.stderr
         assert sandbox.state == "graded"
+
+    def test_grade_fresh_takes_read_only_work_along(self, make: Callable[..., Sandbox]) -> None:
+        """Whoever commands are: an ordinary user may close directories to himself."""
+        grader = Grader(
+            command="cat shut/deep/x; find . -type d -exec stat -c '%a %n' {} + | sort", fresh=True
+        )
+        task = Task(id="f", workdir="/tmp/work", grader=grader)
+        who = self.spec if inner(make()).one_uid else Spec(user=self.other_user).over(self.spec)
+        sandbox = make(task, spec=who)
+        sandbox.run("mkdir -p shut/deep; echo in >shut/deep/x; chmod 400 shut/deep/x", check=True)
+        sandbox.run("chmod 555 shut/deep shut; mkdir own; chmod 700 own", check=True)
+        outcome = sandbox.grade()
+        assert outcome.result is not None
+        found = outcome.result.stdout.splitlines()
+        assert (found[0], found[1:4]) == ("in", ["555 ./shut", "555 ./shut/deep", "700 ./own"])
 
     def test_grade_leaves_nothing_running(self, make: Callable[..., Sandbox]) -> None:
         fork_child = make(_task(Grader(command="true")))

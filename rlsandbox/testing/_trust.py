@@ -176,16 +176,18 @@ class Trusting(Fixtures):
     def test_trust_leaves_the_work_alone(self, make: Callable[..., Sandbox]) -> None:
         """Whatever an honest rollout made, where graders load nothing from by themselves."""
         task = _task(
-            "for p in " + " ".join(MADE) + '; do [ "$(cat $p)" = mine ] || echo $p; done; ls -d gone'
+            "for p in " + " ".join(MADE) + '; do [ "$(cat $p)" = mine ] && echo $p; done; ls -d gone'
         )
         sandbox = make(task)
-        sandbox.run(
-            "".join(f"mkdir -p $(dirname {p}); echo mine >{p}; " for p in MADE)
+        made = sandbox.run(
+            "".join(f"mkdir -p $(dirname {p}) && echo mine >{p} && echo {p}; " for p in MADE)
             + "ln -s / link; chmod 700 bin"
-        )
+        ).stdout
+        # Where commands are an ordinary user's, not all of them can be made.
+        assert {p for p in MADE if p[0] != "/" or p.startswith("/tmp/")} <= set(made.split())
         outcome = sandbox.grade()
         assert outcome.result is not None
-        assert (outcome.result.stdout, outcome.put_back) == ("", ())
+        assert (outcome.result.stdout, outcome.put_back) == (made, ())
 
     @pytest.mark.parametrize("workdir", ["/usr/src/app", "/root", "/etc/app"])
     def test_trust_where_the_workdir_is_among_programs(

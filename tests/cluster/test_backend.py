@@ -92,7 +92,7 @@ def test_restricted_means_replace_and_no_network_none(
             sandbox = await lone.make(spec=Spec(network="host"))
             assert sandbox.reset_mode == "replace"
             assert (await sandbox.run("id -u")).stdout == "65534\n"
-            with pytest.raises(errors.UnsupportedError, match="cannot be held in mode replace"):
+            with pytest.raises(errors.UnsupportedError, match="cannot be held by a pod whose network"):
                 await lone.make(spec=Spec(network="none"))
 
     run(body)

@@ -135,25 +135,39 @@ def enforcer(cluster: Cluster, kube: Kube) -> Iterator[None]:
     thread.join()
 
 
+@pytest.mark.parametrize(
+    ("level", "mode", "spec"),
+    [("restricted", "replace", Spec()), ("baseline", "manifest", Spec(user="1000"))],
+    ids=["replace", "manifest"],
+)
 def test_a_policy_that_is_enforced_holds_network_none(
-    cluster: Cluster, make_namespace: Callable[..., str], enforcer: None
+    cluster: Cluster, make_namespace: Callable[..., str], enforcer: None, level: str, mode: str, spec: Spec
 ) -> None:
-    """In pods of the level restricted, whose commands share the pod's network."""
-    namespace = make_namespace("restricted")
+    """In pods whose commands share the pod's network. What no isolated episode reaches, these do not either."""
+    namespace = make_namespace(level)
     config = cluster.kubeconfig("admin", "direct")
 
     async def body() -> None:
-        backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST)
+        backend = Kubernetes(kubeconfig=str(config), namespace=namespace, image=TEST, mode=mode)
         lone = LoneHost(backend)
         try:
-            other = await lone.make(spec=Spec(network="host"))
-            sandbox = await lone.make(spec=Spec(network="none"))
-            assert (sandbox.reset_mode, lone.member(sandbox).facts["network"]) == ("replace", "policy")
+            other = await lone.make(spec=Spec(network="host").over(spec))
+            sandbox = await lone.make(spec=Spec(network="none").over(spec))
+            assert (sandbox.reset_mode, lone.member(sandbox).facts["network"]) == (mode, "policy")
             address = (await other.run("hostname -i")).stdout.split()[0]
             listener = await other.popen(["/.rlsandbox/keeper", "listen", "7798", "60"])
             dial = ["/.rlsandbox/keeper", "dial", address, "7798", "0", "3"]
             assert (await other.run(dial)).exit_code == 0
             assert (await sandbox.run(dial)).exit_code == 1
+            server = backend._api._client.configuration.host.rpartition("/")[2]  # type: ignore[attr-defined]
+            for place in ("169.254.169.254 80", server.replace(":", " "), "10.96.0.1 443"):
+                tried = await sandbox.run(
+                    f'python3 -c "import socket,sys; socket.create_connection(sys.argv[1:], 3)" {place}'
+                )
+                assert not tried.ok, place
+            for way in ("/.rlsandbox-run/s/keeper", "/proc/1/root/.rlsandbox-run/s/keeper"):
+                assert mode == "replace" or not (await sandbox.run(["test", "-e", way])).ok, way
+            assert not (await sandbox.run(["test", "-e", "/var/run/secrets/kubernetes.io"])).ok
             assert (await sandbox.run("echo x")).stdout == "x\n"
             await listener.kill()
         finally:

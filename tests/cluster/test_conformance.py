@@ -30,13 +30,15 @@ class TestOverlay(OnePerClass, BackendConformance):
     }
     spec = Spec(memory="2GiB")
     level: ClassVar[str] = "privileged"
+    mode: ClassVar[str] = "auto"
 
     @pytest.fixture(scope="class")
     @classmethod
     def backend(cls, any_kubeconfig: Path) -> Iterator[Any]:
         kube, name = Kube(any_kubeconfig), f"t-{secrets.token_hex(4)}"
         kube.create("/api/v1/namespaces", objects.namespace(name, cls.level))
-        yield Kubernetes(kubeconfig=str(any_kubeconfig), namespace=name, image=TEST, write_rate=200)
+        how = {"kubeconfig": str(any_kubeconfig), "namespace": name, "image": TEST, "write_rate": 200}
+        yield Kubernetes(**how, mode=cls.mode)
         kube.delete(f"/api/v1/namespaces/{name}")
 
     @pytest.fixture(autouse=True)
@@ -56,3 +58,8 @@ class TestUserns(TestOverlay):
         **dict.fromkeys(("much_", "session_much", "files_sparse_read_whole"), "as overlay"),
     }
     level: ClassVar[str] = "baseline"
+
+
+class TestManifest(TestUserns):
+    spec = Spec(memory="2GiB", user="1000", network="host")
+    mode: ClassVar[str] = "manifest"

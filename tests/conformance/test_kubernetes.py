@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -24,12 +24,16 @@ from tests.support.container import why_not
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes
 from tests.support.fake_apiserver import FakeApi, Pods, api_server, kubeconfig
+from tests.support.make_image import NO_BUSYBOX, busybox
+from tests.support.rightless import pod_of_its_own
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
 
 class TestKubernetes(OnePerClass, BackendConformance):
     spec = Spec(image="any", memory="2GiB")
+    mode: ClassVar[str] = "userns"
+    keepers: ClassVar[Any] = "own-users"
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -38,7 +42,7 @@ class TestKubernetes(OnePerClass, BackendConformance):
 
         async def begin() -> tuple[FakeApi, Pods]:
             api = await stack.enter_async_context(api_server())
-            return api, await stack.enter_async_context(Pods(api, keepers="own-users"))
+            return api, await stack.enter_async_context(Pods(api, keepers=cls.keepers))
 
         yield portal.call(begin)
         portal.call(stack.aclose)
@@ -49,7 +53,7 @@ class TestKubernetes(OnePerClass, BackendConformance):
     def backend(cls, place: tuple[FakeApi, Pods], tmp_path_factory: pytest.TempPathFactory) -> Any:
         file = tmp_path_factory.mktemp("kube") / "config"
         file.write_text(kubeconfig(place[0].url))
-        return Kubernetes(kubeconfig=str(file), image="any", mode="userns", write_rate=1000)
+        return Kubernetes(kubeconfig=str(file), image="any", mode=cls.mode, write_rate=1000)
 
     @pytest.fixture(autouse=True)
     def _pods(self, place: tuple[FakeApi, Pods]) -> None:
@@ -59,3 +63,12 @@ class TestKubernetes(OnePerClass, BackendConformance):
         (made, _), *more = self._containers.values()
         assert not more
         os.kill(made.pid, signal.SIGKILL)
+
+
+@pytest.mark.skipif(busybox() is None, reason=NO_BUSYBOX)
+class TestManifest(TestKubernetes):
+    """Containers that may isolate nothing, each over a root of its own; commands are an ordinary user's."""
+
+    spec = Spec(image="any", memory="2GiB", user="1000", network="host")
+    mode = "manifest"
+    keepers = staticmethod(pod_of_its_own)

@@ -307,7 +307,8 @@ class Pods:
     EXT = "/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/rls"
     CORE = "/api/v1/namespaces/rls"
 
-    def __init__(self, api: FakeApi, *, keepers: str = "") -> None:
+    def __init__(self, api: FakeApi, *, keepers: str | Callable[..., Any] = "") -> None:
+        """*keepers*: what a pod's container is like (tests.support.container), or what makes one of arguments."""
         self.api, self.keepers = api, keepers
         self.status: Callable[[JSON], JSON | None] = lambda pod: None
         """Another status for a pod than Running and Ready."""
@@ -372,7 +373,9 @@ class Pods:
         if self.keepers:
             args = list(pod["spec"]["containers"][0].get("args", ()))
             stack = AsyncExitStack()
-            made = await stack.enter_async_context(container(self.keepers, *args))
+            kind = self.keepers
+            begun = container(kind, *args) if isinstance(kind, str) else kind(*args)
+            made = await stack.enter_async_context(begun)
             self.containers[name] = (made, stack)
         if name not in self.api.objects.get(f"{self.CORE}/pods", {}):
             return

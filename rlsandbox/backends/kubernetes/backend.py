@@ -80,8 +80,8 @@ class Kubernetes(Backend):
         gvisor_class: the RuntimeClass for specs with ``isolation="gvisor"``.
         kubeconfig: a file; $KUBECONFIG, ~/.kube/config or the pod's service account otherwise.
         image: for specs that name none.
-        mode: the reset mode to make pods for: ``overlay``, ``userns``, ``replace``; ``auto``: the best that
-            the namespace's Pod Security level allows.
+        mode: the reset mode to make pods for: ``overlay``, ``userns``, ``manifest`` (for specs with a user
+            other than root), ``replace``; ``auto``: the best that the namespace's Pod Security level allows.
         arch: of the nodes, ``x86_64`` or ``aarch64``; this machine's otherwise.
         pull_policy, pull_secrets, node_selector, tolerations: of all pods.
         write_rate: writes a second that the API server is asked for at most, of all kinds.
@@ -232,14 +232,16 @@ class Kubernetes(Backend):
         cluster = await self._get()
         mode = cluster.shape.mode
         # What a pod turns out to be is told by its keeper; a pod made for overlay may still be less.
-        modes = {"overlay": {"overlay", "userns", "replace"}, "userns": {"userns", "replace"}}.get(
-            mode, {"replace"}
-        )
+        modes = {
+            "overlay": {"overlay", "userns", "manifest", "replace"},
+            "userns": {"userns", "manifest", "replace"},
+            "manifest": {"manifest"},
+        }.get(mode, {"replace"})
         return Capabilities(
             reset_modes=frozenset(modes),
             adopt=False,
             pause=True,
-            snapshot=mode != "replace",
+            snapshot=mode in ("overlay", "userns"),
             max_writes_per_s=self._write_rate * 0.8,
         )
 
@@ -630,4 +632,4 @@ class Kubernetes(Backend):
 
 
 def _isolation(facts: Mapping[str, str]) -> str:
-    return "none" if facts.get("mode") == "replace" else "namespaces"
+    return {"replace": "none", "manifest": "user"}.get(facts.get("mode", ""), "namespaces")

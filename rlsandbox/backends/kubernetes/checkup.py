@@ -158,7 +158,7 @@ async def priority(api: Api) -> list[Row]:
 async def network(api: Api, image: str | None, trial: bool) -> list[Row]:
     """Which CNI there is, and (with *trial*, which makes three pods) whether it acts on NetworkPolicies."""
     said = "network='none' is a network namespace of the episode's own in overlay and userns"
-    rows = [Row("network", "ok", said, "in mode replace it needs a NetworkPolicy that is enforced")]
+    rows = [Row("network", "ok", said, "in manifest and replace it needs a NetworkPolicy that is enforced")]
     try:
         found = (await api.get("/api/v1/namespaces/kube-system/pods", {"limit": "500"})).get("items") or []
     except ApiError:
@@ -185,7 +185,7 @@ async def network(api: Api, image: str | None, trial: bool) -> list[Row]:
             Row("NetworkPolicy", "ok", f"{cni}; enforced: a pod under one did not reach another pod"),
         ]
     said = f"{cni}; not enforced: a pod under one reached another pod"
-    return [*rows, Row("NetworkPolicy", "warn", said, "mode replace cannot hold network='none' here")]
+    return [*rows, Row("NetworkPolicy", "warn", said, "manifest and replace cannot hold network='none' here")]
 
 
 async def _keeper(api: Api) -> str:

@@ -126,6 +126,10 @@ async def _namespace(api: Api) -> list[Row]:
     level = (found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "")
     mode, status, fix = _LEVELS.get(level, ("overlay", "ok", ""))
     what = f"{level or 'none enforced'}: reset mode {mode} is expected"
+    if mode == "userns":
+        what += (
+            "; manifest where the nodes' seccomp profile forbids that and Spec(user=...) is none of root's"
+        )
     return [Row("Pod Security level", status, what, fix)]  # type: ignore[arg-type]
 
 

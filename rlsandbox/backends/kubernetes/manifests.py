@@ -26,8 +26,12 @@ PIDS, NOFILE = 1024, 65536
 LARGEST = MIB - 8192
 """A ConfigMap holds 1 MiB."""
 ARCH = {"x86_64": "amd64", "aarch64": "arm64"}
-MODES = ("overlay", "userns", "replace")
-LEVELS = {"overlay": "privileged", "userns": "baseline", "replace": "restricted"}
+MODES = ("overlay", "userns", "manifest", "replace")
+LEVELS = {"overlay": "privileged", "userns": "baseline", "manifest": "baseline", "replace": "restricted"}
+SHARED_NETWORK = ("manifest", "replace")
+"""Modes in which commands share the pod's network."""
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""What the keeper needs where it may isolate nothing and commands are another user's."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +109,19 @@ def mode_of(spec: Spec, shape: Shape) -> str:
             hint='Kubernetes(gvisor_class="gvisor")',
         )
     if spec.isolation == "gvisor":
-        return "replace"  # it has no mount namespaces, of which the others are made
+        return "replace"  # no mount namespaces for the others, and too slow a look at every inode
+    if shape.mode == "manifest" and not other_user(spec):
+        raise ConfigError(
+            "mode manifest needs commands to run as another user than root",
+            hint='Spec(user="1000"): what root does there cannot be put back',
+        )
     return shape.mode
+
+
+def other_user(spec: Spec) -> str | None:
+    """Whom commands run as, when that is said and is not root."""
+    who = (spec.user or "").partition(":")[0]
+    return spec.user if who and who != "root" and not (who.isdecimal() and int(who) == 0) else None
 
 
 def keeper_options(spec: Spec, shape: Shape) -> list[str]:
@@ -119,7 +134,7 @@ def keeper_options(spec: Spec, shape: Shape) -> list[str]:
 
 def by_policy(spec: Spec, shape: Shape) -> bool:
     """Whether only a NetworkPolicy can hold ``network="none"``: its commands share the pod's network."""
-    return spec.network == "none" and spec.isolation != "none" and mode_of(spec, shape) == "replace"
+    return spec.network == "none" and spec.isolation != "none" and mode_of(spec, shape) in SHARED_NETWORK
 
 
 def pod_spec(
@@ -147,15 +162,18 @@ def pod_spec(
     mode = mode_of(spec, shape)
     if by_policy(spec, shape) and not closed_by_policy:
         raise UnsupportedError(
-            "network='none' cannot be held in mode replace: its commands share the pod's network",
+            f"network='none' cannot be held in mode {mode}: its commands share the pod's network",
             phase="config",
             hint="Spec(network='host'), or a namespace that allows overlay or userns",
         )
     allowed = Allowed.of(spec)
     network = "host" if closed_by_policy else spec.network
     args = [*keeper_options(spec, shape), "--network", network]
-    if mode == "replace":
-        args += ["--mode", "replace"]
+    if mode in ("manifest", "replace"):
+        args += ["--mode", mode]
+    user = other_user(spec)
+    if user is not None and mode != "replace":
+        args += ["--user", user]
     container: JSON = {
         "name": names.CONTAINER,
         "image": image,
@@ -221,6 +239,14 @@ def _secure(pod: JSON, container: JSON, mode: str, spec: Spec, *, root: bool) ->
     elif mode == "userns":
         # No seccomp profile is asked for: RuntimeDefault forbids what is needed, and naming none is baseline.
         container["securityContext"] = {"runAsUser": 0, "runAsGroup": 0}
+    elif mode == "manifest":
+        container["securityContext"] = {
+            "allowPrivilegeEscalation": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "capabilities": {"drop": ["ALL"], "add": list(CAPABILITIES)},
+            "seccompProfile": {"type": "RuntimeDefault"},
+        }
     elif spec.isolation == "none":
         container["securityContext"] = {"allowPrivilegeEscalation": False}
     elif root:

@@ -118,13 +118,14 @@ async def demand(api: Api, image: str, config_map: str, like: JSON) -> None:
         if error.status != 403:
             raise
         raise UnsupportedError(
-            f"network='none' in mode replace needs a NetworkPolicy and a trial of it: {error.message}",
+            "network='none' in a pod whose network commands share needs a NetworkPolicy and a trial of it: "
+            + error.message,
             phase="config", kind="forbidden",
             hint=f"rlsandbox template rbac --closed, or {hint}",
         ) from error  # fmt: skip
     if not held:
         raise UnsupportedError(
-            "network='none' cannot be held in mode replace: NetworkPolicies do nothing in this cluster "
+            "network='none' cannot be held by a pod whose network commands share: policies do nothing here "
             "(a pod under one reached another pod)",
             phase="config",
             hint=hint,

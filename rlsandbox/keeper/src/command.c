@@ -11,6 +11,7 @@
 #include <sys/mman.h>
 
 #include "limits.h"
+#include "manifest.h"
 #include "pause.h"
 #include "pidfd.h"
 #include "procs.h"
@@ -311,8 +312,8 @@ static bool request(struct chan *c)
         chan_refuse(c, EINVAL, "read a request: a string in it has a zero byte");
         return true;
     }
-    static const uint32_t isolated_only[] = {OP_INSPECT, OP_CHANGES, OP_SEAL, OP_OUTSIDE_READ, OP_OUTSIDE_REMOVE, OP_EXPORT, OP_IMPORT};
-    for (size_t i = 0; k->set.bare && i < COUNT_OF(isolated_only); i++)
+    static const uint32_t isolated_only[] = {OP_EXPORT, OP_IMPORT, OP_INSPECT, OP_CHANGES, OP_SEAL, OP_OUTSIDE_READ, OP_OUTSIDE_REMOVE};
+    for (size_t i = 0; k->set.bare && i < (k->set.manifest ? 2 : COUNT_OF(isolated_only)); i++)
         if (c->op == isolated_only[i]) {
             chan_refuse(c, EOPNOTSUPP, "look at an episode from outside: without isolation there is no outside");
             return true;
@@ -352,9 +353,22 @@ static bool request(struct chan *c)
         buf_free(&text);
         return true;
     }
-    case OP_CHANGES: worker_start(c, false, work_changes); return true;
+    case OP_CHANGES: worker_start(c, false, k->set.manifest ? manifest_changes : work_changes); return true;
     case OP_OUTSIDE_READ: worker_start(c, false, work_outside_read); return true;
-    case OP_OUTSIDE_REMOVE: worker_start(c, false, work_outside_remove); return true;
+    case OP_OUTSIDE_REMOVE:
+        if (k->set.manifest) {
+            struct err e = {0};
+            uint32_t id = c->id;
+            if (manifest_restore(k, c->msg.p, c->msg.len, &e) < 0)
+                chan_refuse(c, e.no, e.what);
+            else {
+                chan_free(c);
+                conn_send(&k->conn, T_REPLY, 0, id, NULL, 0);
+            }
+            return true;
+        }
+        worker_start(c, false, work_outside_remove);
+        return true;
     case OP_EXPORT: {
         char layer[LAYER_NAME];
         int slot = tlv_str(c->msg.p, c->msg.len, TAG_LAYER, layer, sizeof layer) > 0 ? layers_find(&k->layers, layer) : -1;

@@ -14,6 +14,7 @@
 #include <sys/wait.h>
 
 #include "limits.h"
+#include "manifest.h"
 #include "pidfd.h"
 #include "procs.h"
 #include "sandbox.h"
@@ -101,11 +102,16 @@ static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int 
 }
 
 static bool bare; /* isolation none: an ordinary process that its orphans come back to */
+static struct keeper *steady; /* mode manifest; else NULL */
 
 /* All that was started here and did not get away: stopped first, so that nobody forks meanwhile, then killed. */
 static void bare_end(void)
 {
     struct procs ps = {0};
+    if (steady) {
+        manifest_end_all(steady);
+        return;
+    }
     int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     for (int round = 0; dir >= 0 && round < 400; round++) {
         size_t live = 0;
@@ -173,6 +179,13 @@ static int bare_begin(struct keeper *k, int *root, int *proc, struct err *e)
     procs_free(&ps);
     if (!known)
         return fail(e, ENOSYS, "find every process again that a command leaves");
+    if (k->set.manifest) {
+        steady = k;
+        inside_user = k->set.user;
+        inside_parent = getpid();
+        if (seccomp_install(e) < 0)
+            return -1;
+    }
     if (limits_inside(k, e) < 0)
         return -1;
     if ((*root = open("/", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0 || (*proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC)) < 0)

@@ -13,6 +13,7 @@
 #include <sys/xattr.h>
 #include <time.h>
 
+#include "manifest.h"
 #include "procs.h"
 #include "standby.h"
 #include "sys.h"
@@ -534,21 +535,21 @@ static int within(struct worker *w, int dir, struct err *e)
 {
     struct keeper *k = w->k;
     struct utsname uts;
-    if (enter(dir, "ipc", CLONE_NEWIPC)) {
+    if (k->set.manifest || enter(dir, "ipc", CLONE_NEWIPC)) {
         sysv(w, "shm", 3, 7);
         sysv(w, "sem", 3, 4);
         sysv(w, "msg", 3, 7);
         queues(w);
     } else
         fail(e, errno, "look at the episode's IPC objects");
-    if (enter(dir, "uts", CLONE_NEWUTS) && uname(&uts) == 0) {
+    if ((k->set.manifest || enter(dir, "uts", CLONE_NEWUTS)) && uname(&uts) == 0) {
         fact(w, "uts");
         field_s(w, uts.nodename);
         field_s(w, uts.domainname);
         fact_end(w);
     } else
         fail(e, errno, "look at the episode's host name");
-    if (!w->here)
+    if (!w->here || k->set.manifest)
         return e->no ? -1 : 0; /* a helper ends in there */
     if (setns(k->own_ipc, CLONE_NEWIPC) < 0 || setns(k->own_uts, CLONE_NEWUTS) < 0) {
         k->loop.stop = true; /* never go on in an episode's namespace */
@@ -582,9 +583,13 @@ static int gather(struct worker *w, struct err *e)
     fact(w, "episode");
     field_f(w, "%u", k->episode);
     fact_end(w);
-    layers_facts(w);
-    lowers(w);
-    trees(w);
+    if (k->set.manifest)
+        manifest_facts(w);
+    else {
+        layers_facts(w);
+        lowers(w);
+        trees(w);
+    }
     mounts(w, dir);
     namespaces(w, dir);
     key(w);
@@ -597,12 +602,12 @@ static int gather(struct worker *w, struct err *e)
     status(w, dir);
     scheduling(w, dir);
     cgroups(w, dir);
-    if (!k->set.host_network) { /* else they are the machine's */
+    if (!k->set.host_network || k->set.manifest) { /* else they are the machine's */
         int net = openat(dir, "net", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         if (net < 0)
             fail(e, errno, "look at the episode's network");
         else
-            facts_network(w, net);
+            (k->set.manifest ? facts_sockets : facts_network)(w, net);
         fd_close(&net);
     }
     if (!e->no)

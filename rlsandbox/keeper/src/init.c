@@ -30,6 +30,7 @@ struct first {
     struct link link;
     struct buf wish, facts; /* CREATE's fields; what ATTACHED tells */
     char run[80], mode[16], why[300];
+    bool user;   /* commands have one of their own: the next best is mode manifest */
     int hub;
     pid_t hub_pid;
     bool bare, ending, closed; /* closed: network none */
@@ -183,7 +184,7 @@ static int create(struct first *f, bool bare, int *stream, struct err *e)
     char cwd[1024];
     int r = 0;
     if (put_u32(&q, TAG_OP, OP_HUB_CREATE) < 0 || put_str(&q, TAG_MEMBER, "pod") < 0 || buf_add(&q, f->wish.p, f->wish.len) < 0 ||
-        (bare && put_str(&q, TAG_ISOLATION, "none") < 0) || (!bare && *f->mode && put_str(&q, TAG_MODE, f->mode) < 0))
+        (bare && put_str(&q, TAG_ISOLATION, "none") < 0) || ((!bare || strcmp(f->mode, "manifest") == 0) && *f->mode && put_str(&q, TAG_MODE, f->mode) < 0))
         r = fail(e, ENOMEM, "describe the sandbox");
     if (r == 0)
         r = hub_call(f, T_REQ, &q, &answer, stream, e);
@@ -204,7 +205,7 @@ static int create(struct first *f, bool bare, int *stream, struct err *e)
 /* With isolation where that works; without, where that was not asked for by name and the reason is kept. */
 static int sandbox_make(struct first *f, int *stream, struct err *e)
 {
-    bool only_bare = strcmp(f->mode, "replace") == 0;
+    bool only_bare = strcmp(f->mode, "replace") == 0 || strcmp(f->mode, "manifest") == 0;
     struct err first = {0};
     if (!only_bare && !f->bare) {
         if (f->hub >= 0 || hub_begin(f, false, &first) == 0)
@@ -222,6 +223,15 @@ static int sandbox_make(struct first *f, int *stream, struct err *e)
     if (f->hub < 0 && hub_begin(f, true, e) < 0)
         return -1;
     f->bare = true;
+    if (f->user && !*f->mode) {
+        struct err none = {0};
+        strcpy(f->mode, "manifest");
+        if (create(f, true, stream, &none) == 0)
+            return 0;
+        *f->mode = 0;
+        size_t n = strlen(f->why);
+        snprintf(f->why + n, sizeof f->why - n, "; in mode manifest: %.60s", none.what);
+    }
     return create(f, true, stream, e);
 }
 
@@ -230,6 +240,8 @@ static int renew(struct link *l, struct err *e)
     struct first *f = self_of(l);
     struct buf q = {0}, answer = {0};
     int fd = -1, r = 0;
+    if (strcmp(f->mode, "manifest") == 0) /* a list made now would take what was left here for the image's */
+        return fail(e, EBUSY, "give the container to another session: files are as the last one left them");
     if (put_u32(&q, TAG_OP, OP_HUB_DISPOSE) < 0 || put_str(&q, TAG_MEMBER, "pod") < 0)
         r = fail(e, ENOMEM, "end the sandbox");
     if (r == 0)
@@ -359,8 +371,10 @@ static int option(struct first *f, const char *name, const char *value)
         f->closed = strcmp(value, "none") == 0;
         return put_str(&f->wish, TAG_NETWORK, value);
     }
-    if (strcmp(name, "--mode") == 0 && (!*value || strcmp(value, "overlay") == 0 || strcmp(value, "userns") == 0 || strcmp(value, "replace") == 0))
+    if (strcmp(name, "--mode") == 0 && (!*value || strcmp(value, "overlay") == 0 || strcmp(value, "userns") == 0 || strcmp(value, "manifest") == 0 || strcmp(value, "replace") == 0))
         return path_join(f->mode, sizeof f->mode, "%s", value);
+    if (strcmp(name, "--user") == 0 && *value && (f->user = true))
+        return put_str(&f->wish, TAG_USER, value);
     if (strcmp(name, "--run") == 0 && value[0] == '/')
         return path_join(f->run, sizeof f->run, "%s", value);
     return -1;

@@ -193,6 +193,32 @@ static int user_become(struct inside *in, struct err *e)
 /* ---- programs ---- */
 
 uint32_t inside_nofile, inside_nproc;
+const char *inside_user;
+pid_t inside_parent;
+
+int inside_ids(const char *user, uid_t *uid, gid_t *gid, char name[64], struct err *e)
+{
+    struct inside in = {.result = -1};
+    if (user_find(&in, user, e) < 0)
+        return -1;
+    *uid = in.uid;
+    *gid = in.gid;
+    memcpy(name, in.name, sizeof in.name);
+    return 0;
+}
+
+/* Who a command is, where there is only one choice. */
+static int user_only(struct inside *in, bool asked, struct err *e)
+{
+    struct inside one = {.result = -1};
+    if (user_find(&one, inside_user, e) < 0)
+        return -1;
+    if (asked && in->uid != one.uid)
+        return fail(e, EPERM, "run as user %u: in mode manifest all commands are user %u's", in->uid, one.uid);
+    if (!asked)
+        user_find(in, inside_user, e);
+    return 0;
+}
 
 static int set_limits(struct inside *in, struct err *e)
 {
@@ -416,6 +442,9 @@ static int place_fds(struct inside *in, const struct emsg *m, const int *fds, in
 static void begin(void)
 {
     setsid();
+    if (inside_user && /* until it is that user's: then it is found by that */
+        (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != inside_parent)) /* it was gone before that was said */
+        _exit(1);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
     (void)!write_file("/proc/self/oom_score_adj", "500"); /* fails in a foreign /proc, where it may */
 }
@@ -452,9 +481,12 @@ static _Noreturn void go(struct inside *given, const struct emsg *m, uint8_t *bo
     }
     if (r > 0 && user_find(&in, user, &e) < 0)
         give_up(&in, &e);
+    if (inside_user && user_only(&in, r > 0, &e) < 0)
+        give_up(&in, &e);
     if (m->op == OP_SPAWN)
         run_program(&in, body);
-    if (user_become(&in, &e) < 0)
+    in.above = inside_user && r <= 0 && tlv_get(body, n, TAG_FLAGS, 0) & AS_KEEPER;
+    if (!in.above && user_become(&in, &e) < 0)
         give_up(&in, &e);
     if (tlv_str(body, n, TAG_PATH, path, sizeof path) <= 0) {
         fail(&e, EINVAL, "read the path");

@@ -95,7 +95,7 @@ static _Noreturn void read_path(struct inside *in, const char *path, struct err 
     uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
     if (flags & R_LINK)
         read_link(in, path, e);
-    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC);
+    int fd = open(path, O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (in->above ? O_NOFOLLOW : 0));
     if (fd < 0 || fstat(fd, &st) < 0)
         failed(in, e, "open", path);
     if (!S_ISREG(st.st_mode))
@@ -192,15 +192,16 @@ static _Noreturn void write_path(struct inside *in, char *path, struct err *e)
     final = has_final ? tlv_uint(&t, 0) : 0;
     if (at > INT64_MAX || final > INT64_MAX)
         refused(in, e, EINVAL, "seek in", path);
-    if (flags & W_PARENTS && (errno = make_parents(path)) && (errno == ENOSPC || errno == EDQUOT))
-        failed(in, e, "make the directories of", path);
+    int no = flags & W_PARENTS ? make_parents(path) : 0;
+    if (no == ENOSPC || no == EDQUOT)
+        refused(in, e, no, "make the directories of", path);
     if (flags & W_DIRECTORY)
         make_dir(in, path, has_mode, mode, flags, e);
     if (flags & W_LINK)
         make_link(in, path, flags, e);
-    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (flags & W_APPEND ? O_APPEND : 0) | (flags & W_EXCLUSIVE ? O_EXCL : 0), 0666);
-    if (fd < 0 || fstat(fd, &st) < 0)
-        failed(in, e, "open for writing", path);
+    int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (in->above ? O_NOFOLLOW : 0) | (flags & W_APPEND ? O_APPEND : 0) | (flags & W_EXCLUSIVE ? O_EXCL : 0), 0666);
+    if (fd < 0 || fstat(fd, &st) < 0) /* ENOENT is what came of it that a directory was refused */
+        refused(in, e, fd < 0 && errno == ENOENT && no ? no : errno, "open for writing", path);
     if (!S_ISREG(st.st_mode))
         refused(in, e, EINVAL, "write, for it is no regular file,", path);
     if (!(flags & W_APPEND) && !has_at && st.st_size && ftruncate(fd, 0) < 0)
@@ -241,8 +242,37 @@ static _Noreturn void remove_path(struct inside *in, const char *path, struct er
     done(in, &reply);
 }
 
+/* What the keeper does itself may hit what no command may change, and no reset puts that back: no link is followed, and its own
+ * places are closed. The working directory becomes the one of `path`; given is the last name. */
+static char *walk(char *path, bool parents, struct err *e)
+{
+    char *save = NULL, *s = *path == '/' ? strtok_r(path, "/", &save) : NULL, *next;
+    bool ours = s && strncmp(s, ".rlsandbox", 10) == 0;
+    for (; s && !ours && strcmp(s, ".") && strcmp(s, ".."); s = next) {
+        if (!(next = strtok_r(NULL, "/", &save)))
+            return s;
+        if (parents && mkdir(s, 0777) < 0 && errno != EEXIST) {
+            fail(e, errno, "make directory %.200s", s);
+            return NULL;
+        }
+        int fd = open(s, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+        if (fd < 0 || fchdir(fd) < 0) {
+            fail(e, errno, "enter directory %.200s", s);
+            return NULL;
+        }
+        close(fd);
+    }
+    fail(e, ours ? EPERM : EINVAL, "work as the keeper on a path %s", ours ? "of its own" : "with dots, or none");
+    return NULL;
+}
+
 _Noreturn void file_op(struct inside *in, uint32_t op, char *path, struct err *e)
 {
+    uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
+    if (in->above && (op == OP_LIST || (op == OP_WRITE && flags & W_DIRECTORY)))
+        refused(in, e, EOPNOTSUPP, "work as the keeper on", path);
+    if (in->above && !(path = walk(path, op == OP_WRITE && flags & W_PARENTS, e)))
+        give_up(in, e);
     switch (op) {
     case OP_READ: read_path(in, path, e);
     case OP_WRITE: write_path(in, path, e);

@@ -52,7 +52,7 @@ int limits_setup(struct keeper *k, const uint8_t *p, size_t n, const int *fds, s
     l->oom_seen = number(l->oom_fd, "oom_kill ");
     const struct settings *s = &k->set;
     bool ok = (l->memory_cg || !s->memory_bytes || put_str(&k->facts, TAG_FACT, "limit.memory=watchdog") == 0) &&
-              (l->pids_cg || !s->pids || put_str(&k->facts, TAG_FACT, "limit.pids=rlimit") == 0) &&
+              (l->pids_cg || !s->pids || put_str(&k->facts, TAG_FACT, s->bare ? "limit.pids=none" : "limit.pids=rlimit") == 0) &&
               (!s->upper_bytes || put_str(&k->facts, TAG_FACT, s->disk || s->bare ? "limit.disk=none" : "limit.disk=tmpfs") == 0) &&
               (!s->nofile || put_str(&k->facts, TAG_FACT, "limit.nofile=rlimit") == 0);
     return ok ? 0 : fail(e, ENOMEM, "keep facts");

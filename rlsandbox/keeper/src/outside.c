@@ -4,6 +4,7 @@
 #include <string.h>
 #include <sys/vfs.h>
 
+#include "manifest.h"
 #include "sys.h"
 #include "trees.h"
 #include "worker.h"
@@ -20,7 +21,7 @@ static _Noreturn void refuse(struct worker *w, int no, const char *what, const c
 void work_outside_read(struct worker *w)
 {
     static uint8_t room[ROOM];
-    char path[4096];
+    char path[4096], asked[4096];
     struct err e = {0};
     struct buf reply = {0};
     struct stat st;
@@ -29,7 +30,10 @@ void work_outside_read(struct worker *w)
     int root = w->k->root_fd;
     if (tlv_str(w->p, w->n, TAG_PATH, path, sizeof path) <= 0)
         refuse(w, EINVAL, "read a path", "from outside");
-    if (tlv_get(w->p, w->n, TAG_FLAGS, 0) & O_BASELINE && (root = view_below(w->k, &e)) < 0)
+    bool baseline = tlv_get(w->p, w->n, TAG_FLAGS, 0) & O_BASELINE;
+    if (w->k->set.manifest && manifest_source(strcpy(asked, path), baseline, path, sizeof path) < 0)
+        refuse(w, errno, "find in the baseline", asked);
+    if (!w->k->set.manifest && baseline && (root = view_below(w->k, &e)) < 0)
         worker_fail(w, &e);
     if (root < 0)
         refuse(w, ESRCH, "look at the episode, for there is none:", path);

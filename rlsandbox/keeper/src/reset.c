@@ -9,6 +9,7 @@
 #include <stdio.h>
 
 #include "limits.h"
+#include "manifest.h"
 #include "pause.h"
 #include "skip.h"
 #include "stack.h"
@@ -121,7 +122,7 @@ static pid_t let_go(struct keeper *k)
         ereq_drop(r);
     }
     k->ereq_tail = NULL;
-    if (pid > 0 && k->set.bare) {
+    if (pid > 0 && k->set.bare && !k->set.manifest) {
         siginfo_t si = {0};
         /* without isolation its own end must end the others, and that takes a moment */
         for (int i = 0; i < 3000 && waitid(P_PID, (id_t)pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid; i++)
@@ -302,6 +303,10 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     unsigned old = k->generation;
     uint64_t t0 = now_ns(), t1;
     char layer[LAYER_NAME] = "";
+    if (k->set.manifest) {
+        manifest_reset(k, channel, p, n);
+        return;
+    }
     if (k->set.bare)
         fail(&e, EOPNOTSUPP, "reset the sandbox: without isolation nothing can be put back");
     if (tlv_str(p, n, TAG_LAYER, layer, sizeof layer) == -2)

@@ -13,6 +13,7 @@
 #include <sys/resource.h>
 
 #include "limits.h"
+#include "manifest.h"
 #include "pause.h"
 #include "procs.h"
 #include "sys.h"
@@ -231,7 +232,7 @@ int sandbox_main(int hub_fd, int client_fd)
     if (!e.no && !k.set.bare && unshare(CLONE_NEWNS) < 0)
         fail(&e, errno, "make the keeper's mount namespace");
     if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && 
-        (k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[k.set.lowers], k.set.disk ? fds[base - 1] : -1, &e) == 0))) {
+        (k.set.manifest ? manifest_begin(&k, &e) == 0 : k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[k.set.lowers], k.set.disk ? fds[base - 1] : -1, &e) == 0))) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
         bool chosen = *k.set.mode;

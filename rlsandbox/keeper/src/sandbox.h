@@ -38,6 +38,10 @@ struct settings {
     bool host_network, one_id;
     bool disk; /* upper layers lie on a disk */
     bool bare; /* isolation none: plain processes of the machine, nothing can be put back */
+    bool manifest; /* and then: but for files, by a list of all inodes; commands are another user's */
+    char user[128];
+    uid_t uid; /* that user */
+    gid_t gid;
     struct overlay overlay[MAX_OVERLAYS];
     unsigned overlays;
     struct bind bind[MAX_BINDS];
@@ -172,6 +176,7 @@ int userns_plan(struct keeper *k, struct err *e); /* takes the root apart, once,
 /* reset.c */
 int episode_start(struct keeper *k, struct err *e);
 void episode_kill(struct keeper *k);
+size_t episode_living(struct keeper *k); /* how many of its processes there are (stack.c) */
 bool episode_may_stage(const struct keeper *k);
 void episode_stage(struct keeper *k); /* in a moment of rest: the next one ahead */
 void episode_sweep(struct keeper *k); /* and what the last one left */
@@ -184,6 +189,9 @@ _Noreturn void episode_main(struct keeper *k, int ctl);
 /* inside.c: in a child of the episode's init, never returns */
 extern uint32_t inside_nofile; /* how many descriptors a command may have; 0: as many as the init */
 extern uint32_t inside_nproc; /* how many processes a command's user may have; 0: no limit */
+extern pid_t inside_parent; /* the episode's init, when inside_user is set */
+extern const char *inside_user; /* whom all commands run as, and nobody else; NULL: as is asked for */
+int inside_ids(const char *user, uid_t *uid, gid_t *gid, char name[64], struct err *e);
 _Noreturn void inside_run(const struct emsg *m, uint8_t *body, size_t n, const int *fds);
 _Noreturn void inside_wait(int sock); /* for one request */
 

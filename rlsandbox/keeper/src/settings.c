@@ -60,7 +60,9 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     tlv_str(p, n, TAG_HOSTNAME, s->hostname, sizeof s->hostname);
     tlv_str(p, n, TAG_TOKEN, s->token, sizeof s->token);
     tlv_str(p, n, TAG_MODE, s->mode, sizeof s->mode);
-    if (*s->mode && strcmp(s->mode, "overlay") && strcmp(s->mode, "userns"))
+    s->manifest = bare && strcmp(s->mode, "manifest") == 0;
+    tlv_str(p, n, TAG_USER, s->user, sizeof s->user);
+    if (*s->mode && !s->manifest && strcmp(s->mode, "overlay") && strcmp(s->mode, "userns"))
         return fail(e, EINVAL, "make a sandbox in mode %s: there are overlay and userns", s->mode);
     s->host_network = tlv_str(p, n, TAG_NETWORK, word, sizeof word) > 0 && strcmp(word, "host") == 0;
     s->upper_bytes = tlv_get(p, n, TAG_UPPER_BYTES, 0);
@@ -72,7 +74,7 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     s->disk = tlv_find(p, n, TAG_UPPER, &upper) && upper.len > 5 && memcmp(upper.p, "disk:", 5) == 0 && !bare;
     s->bare = bare;
     if (bare) {
-        strcpy(s->mode, "replace");
+        strcpy(s->mode, s->manifest ? "manifest" : "replace");
         s->host_network = true;
     }
     s->one_id = tlv_str(p, n, TAG_KIND, word, sizeof word) > 0 && strcmp(word, "one") == 0;

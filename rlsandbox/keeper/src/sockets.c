@@ -42,12 +42,17 @@ static void address(char *out, size_t cap, const char *hex)
     path_join(out, cap, n == 32 ? "[%s]:%lu" : "%s:%lu", ip, port);
 }
 
+static const char *const tables[] = {"tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6"};
+
 static void inet(struct worker *w, const char *proto, char *line)
 {
     static const char *const states[] = {"", "established", "syn_sent", "syn_recv", "fin_wait1", "fin_wait2", "time_wait", "close", "close_wait", "last_ack", "listen", "closing", "new_syn_recv"};
     char local[64], remote[64], l[48], r[48];
     unsigned state;
-    if (sscanf(line, " %*s %47s %47s %x", l, r, &state) != 3)
+    unsigned long uid = 0;
+    if (sscanf(line, " %*s %47s %47s %x %*s %*s %*s %lu", l, r, &state, &uid) < 3)
+        return;
+    if (w->k->set.manifest && uid != w->k->set.uid) /* the pod's network is not only the episode's */
         return;
     address(local, sizeof local, l);
     address(remote, sizeof remote, r);
@@ -69,6 +74,8 @@ static void unix_socket(struct worker *w, const char *proto, char *line)
     while (*path == ' ')
         path++;
     (void)proto;
+    if (w->k->set.manifest && *path != '@') /* the keeper's own; those with a path are found as files */
+        return;
     fact(w, "socket");
     field_s(w, type == 1 ? "unix" : type == 2 ? "unix-dgram" : "unix-seqpacket");
     field_s(w, path);
@@ -142,10 +149,17 @@ static void inet6_address(struct worker *w, const char *proto, char *line)
     fact_end(w);
 }
 
+/* In mode manifest: what can be told to be of the commands' user, in the network that it shares. */
+void facts_sockets(struct worker *w, int net)
+{
+    for (size_t i = 0; i < COUNT_OF(tables); i++)
+        lines(net, tables[i], inet, w, tables[i]);
+    lines(net, "unix", unix_socket, w, "unix");
+}
+
 /* The namespace is looked at through /proc/<pid>/net, never entered: a keeper might not come back. */
 void facts_network(struct worker *w, int net)
 {
-    static const char *const tables[] = {"tcp", "tcp6", "udp", "udp6", "udplite", "udplite6", "raw", "raw6", "icmp", "icmp6"};
     char text[1024];
     int used = -1;
     lines(net, "dev", interface, w, "if");

@@ -7,6 +7,7 @@
 #include <sys/mount.h>
 #include <sys/vfs.h>
 
+#include "manifest.h"
 #include "procs.h"
 #include "standby.h"
 #include "sys.h"
@@ -32,7 +33,7 @@ void layers_facts(struct worker *w)
     }
 }
 
-static size_t living(struct keeper *k)
+size_t episode_living(struct keeper *k)
 {
     struct procs ps = {0};
     size_t n = 0;
@@ -141,6 +142,10 @@ void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     unsigned old = k->generation;
     int slot = -1;
     bool flat = k->nstack + 1 > MAX_CHAIN; /* then the layer is a copy */
+    if (k->set.manifest) {
+        manifest_seal(k, channel, p, n);
+        return;
+    }
     if (tlv_str(p, n, TAG_LAYER, name, sizeof name) <= 0) {
         conn_fail(&k->conn, channel, EINVAL, "seal a layer: it needs a name under 128 bytes");
         return;
@@ -153,7 +158,7 @@ void op_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         conn_fail(&k->conn, channel, ESRCH, "seal a layer: there is no episode");
         return;
     }
-    if (!(tlv_get(p, n, TAG_FLAGS, 0) & SEAL_KILL) && living(k)) {
+    if (!(tlv_get(p, n, TAG_FLAGS, 0) & SEAL_KILL) && episode_living(k)) {
         conn_fail(&k->conn, channel, EBUSY, "seal a layer: processes of the episode are running");
         return;
     }
@@ -185,6 +190,8 @@ void op_drop_layer(struct keeper *k, uint32_t channel, const uint8_t *p, size_t 
 {
     char name[LAYER_NAME];
     int slot = tlv_str(p, n, TAG_LAYER, name, sizeof name) > 0 ? layers_find(&k->layers, name) : -1;
+    if (k->set.manifest)
+        manifest_drop(k, name);
     if (slot >= 0)
         k->layers.at[slot]->named = false; /* what stands on it keeps it */
     conn_send(&k->conn, T_REPLY, 0, channel, NULL, 0);

@@ -228,7 +228,7 @@ int copy_meta(int from_fd, int to_fd, const struct stat *st)
 }
 
 /* Holes stay holes. */
-static int copy_bytes(int from, int to, off_t size)
+int copy_bytes(int from, int to, off_t size)
 {
     static uint8_t room[ROOM];
     off_t at = 0;

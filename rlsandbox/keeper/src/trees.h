@@ -16,6 +16,7 @@ bool same_xattrs(int a, int b);
 int remove_tree(int dir, const char *name); /* whatever `name` is; -1 with errno */
 /* Makes `name` in `to` a copy of `from`'s, with all below it. */
 int copy_tree(int from, const char *name, int to, const char *to_name, int depth);
+int copy_bytes(int from, int to, off_t size); /* into an empty file; holes stay holes */
 int copy_meta(int from_fd, int to_fd, const struct stat *st); /* owner, mode, xattrs, times */
 uint64_t tree_bytes(int dir, int depth); /* what it takes on its disk, all below it */
 int open_dir(int dir, const char *name);

@@ -42,6 +42,7 @@ void work_outside_remove(struct worker *w); /* outside.c */
 void layers_facts(struct worker *w);        /* layers.c */
 void limits_facts(struct worker *w);        /* limits.c */
 int mqueue_open(struct keeper *k);          /* facts.c: the episode's message queues as a directory, or -1 */
+void facts_sockets(struct worker *w, int net);
 void facts_network(struct worker *w, int net); /* sockets.c: of /proc/<pid>/net */
 
 #endif

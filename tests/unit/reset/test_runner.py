@@ -108,7 +108,7 @@ async def test_facts_are_asked_for_behind_the_reset_only_where_no_policy_runs_in
     assert asked is not None and await verify(keeper, base, asked=asked) == []
 
 
-@pytest.mark.parametrize("mode", ["overlay", "userns"])
+@pytest.mark.parametrize("mode", ["overlay", "userns", "manifest"])
 async def test_whole_modes_reset_in_the_keeper_without_the_built_in_policies(mode: str) -> None:
     keeper = FakeKeeper()
     base = await baseline_of(keeper, mode)
@@ -119,7 +119,7 @@ async def test_whole_modes_reset_in_the_keeper_without_the_built_in_policies(mod
 
 async def test_other_modes_rely_on_the_policies() -> None:
     keeper = FakeKeeper()
-    base = await baseline_of(keeper, "manifest")
+    base = await baseline_of(keeper, "of somebody's backend")
     keeper.put("/tmp/x")
     keeper.extra.append("process\t7\t1\t0\tS\tsleep\tsleep\\x0099\\x00")
     await run_reset(keeper, manager(), task=None, layer="", baseline=base, deadline_s=DEADLINE_S)
