@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import os
@@ -17,7 +18,8 @@ from rlsandbox import errors
 from rlsandbox.spec import Spec
 from tests.cluster.cluster import Cluster
 from tests.cluster.faults import Faults
-from tests.cluster.kube import _load
+from tests.cluster.images import Registry
+from tests.cluster.kube import Kube, _load
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes
@@ -53,6 +55,7 @@ CASES: list[tuple[Any, type[Exception], str]] = [
     ({"template": "nope"}, errors.ConfigError, "no SandboxTemplate 'nope'"),
     ({"warm_pool": "nope"}, errors.ConfigError, "no SandboxWarmPool 'nope'"),
     ({"runtime_class": "nope"}, errors.ConfigError, "no RuntimeClass 'nope'"),
+    ({"pull_secrets": ["nope"]}, errors.ConfigError, "no Secret 'nope' to pull images with"),
     ({"gvisor_class": "No Class"}, errors.ConfigError, "'No Class' cannot be a name"),
     ({"mode": "best"}, errors.ConfigError, "mode must be auto"),
     ({"arch": "z80"}, errors.ConfigError, "arch must be one of"),
@@ -83,6 +86,58 @@ def test_an_image_that_does_not_exist(cluster: Cluster, namespace: str) -> None:
     ):
         pool.wait_ready(1, timeout=60)
     assert "\n" not in str(caught.value) and not caught.value.retryable
+
+
+def _greet(sandbox: rls.Sandbox, task: rls.Task) -> str:
+    return sandbox.run("echo hi", check=True).stdout
+
+
+def _ends(report: rls.Report) -> dict[str, set[tuple[str, int, str]]]:
+    """By task: how its rollouts ended, after how many attempts, with which kind of failure."""
+    found: dict[str, set[tuple[str, int, str]]] = {}
+    for record in report.records:
+        kind = record.failure.kind if record.failure is not None else ""
+        found.setdefault(record.task_id, set()).add((record.status, record.attempts, kind))
+    return found
+
+
+def test_a_batch_with_an_image_that_does_not_exist(cluster: Cluster, namespace: str) -> None:
+    """Its rollouts are over at the kubelet's first word, without another try; the others' go on."""
+    config = str(cluster.kubeconfig("admin", "direct"))
+    backend = Kubernetes(kubeconfig=config, namespace=namespace, image=TEST)
+    tasks = [rls.Task(id="bad", image="registry.test/not/there:1"), rls.Task(id="good")]
+    with rls.Pool(backend, size=2, config=False) as pool:
+        report = pool.run_rollouts(tasks, _greet, group_size=2)
+    assert _ends(report) == {
+        "bad": {("failed", 1, "image_not_found")},
+        "good": {("completed", 1, "")},
+    }
+    failure = next(record.failure for record in report.records if record.failure is not None)
+    assert "registry.test/not/there:1 cannot be had on node" in failure.cause and not failure.retryable
+
+
+def test_a_registry_that_does_not_know_the_pull_secret(
+    cluster: Cluster, kube: Kube, namespace: str, faults: Faults
+) -> None:
+    with Registry(cluster.port("registry")) as registry:
+        image = registry.task_images(3)[1]
+    for node in cluster.nodes():
+        faults.remove_image(node.name, image)
+    words = base64.b64encode(b'{"auths": {"registry.test": {"auth": "d3Jvbmc6d3Jvbmc="}}}').decode()
+    secret = {
+        "metadata": {"name": "wrong"},
+        "type": "kubernetes.io/dockerconfigjson",
+        "data": {".dockerconfigjson": words},
+    }
+    kube.create(f"/api/v1/namespaces/{namespace}/secrets", secret)
+    faults.registry("task/001", status=401)
+    config = str(cluster.kubeconfig("admin", "direct"))
+    backend = Kubernetes(kubeconfig=config, namespace=namespace, pull_secrets=["wrong"])
+    with rls.Pool(backend, size=1, spec=Spec(image=image), config=False) as pool:
+        report = pool.run_rollouts([rls.Task(id="t")], _greet, group_size=2)
+    assert _ends(report) == {"t": {("failed", 1, "image_not_found")}}
+    failure = report.records[0].failure
+    assert failure is not None and "unauthorized" in failure.cause.lower()
 
 
 def test_without_the_crds_sandboxes_are_plain_pods(

@@ -70,6 +70,8 @@ class Cluster:
         self.shape = replace(shape, mode=mode)
         for runtime in (shape.runtime_class, shape.gvisor_class):
             await self._has_runtime(runtime)
+        for secret in shape.pull_secrets:
+            await self._has_secret(secret)
         self.crds = await self._has_crds(named)
         selector = f"{names.RUN}={run}"
         self.pods = Watch(api, self.paths.pods, selector=f"{names.POD_RUN}={run}", changed=on_pod, keep=slim)
@@ -132,6 +134,24 @@ class Cluster:
                     f"{self.api.where} has no RuntimeClass {name!r}",
                     kind="no_runtime_class", hint="kubectl get runtimeclasses",
                 ) from error  # fmt: skip
+            if error.status != 403:
+                raise
+
+    async def _has_secret(self, name: str) -> None:
+        """
+        Raises:
+            ConfigError: there is none of that name: kubelets pull without it, and only tell a refusal.
+                Who may not look (our own role does not let one) hears of it from the first pod.
+        """
+        try:
+            await self.api.get(f"{self.paths.namespace}/secrets/{name}")
+        except ApiError as error:
+            if error.status == 404:
+                raise ConfigError(
+                    f"namespace {self.api.namespace!r} has no Secret {name!r} to pull images with",
+                    kind="no_pull_secret",
+                    hint=f"kubectl -n {self.api.namespace} create secret docker-registry {name} ...",
+                ) from error
             if error.status != 403:
                 raise
 
