@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -68,9 +69,11 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
     Exit status: 0 when every rollout completed (or --require-coverage is met); 1 when not; 2 when what was
     asked for is wrong.
     """
-    for name in ("require_coverage", "require_reward"):
-        if options[name] is not None and not 0 <= options[name] <= 1 and name == "require_coverage":
-            raise ConfigError(f"--require-coverage must be a share from 0 to 1, not {options[name]}")
+    coverage, reward = options["require_coverage"], options["require_reward"]
+    if coverage is not None and not 0 <= coverage <= 1:
+        raise ConfigError(f"--require-coverage must be a share from 0 to 1, not {coverage}")
+    if reward is not None and not math.isfinite(reward):  # no mean is below NaN: such a gate is open
+        raise ConfigError(f"--require-reward must be a number, not {reward}")
     policy = find_policy(policy_name)
     plot = plot_file(options["plot_file"])
     from ..tasks import load_tasks
@@ -94,7 +97,7 @@ def command(source: str, policy_name: str, as_json: bool, **options: Any) -> int
         report, facts = _run(tasks, policy, arguments, plan, warm=options["warm"])
     _refuse_what_never_could(report)
     unplotted = written(plot, "--plot", report.plot)
-    unmet = _unmet(report, options["require_coverage"], options["require_reward"])
+    unmet = _unmet(report, coverage, reward)
     unmet += [unplotted] if unplotted else []
     heading = {
         "tasks": len(tasks),

@@ -42,6 +42,7 @@ log = logging.getLogger("rlsandbox.pool.rollouts")
 
 RECORD_HOOK_S = 10.0
 _YIELD_EVERY = 200
+MOST_ROLLOUTS = 10_000_000
 
 
 class Host(Protocol):
@@ -103,6 +104,12 @@ class Plan:
                 continue
             if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        asked = len(plan.tasks) * int(plan.group_size)
+        if asked > MOST_ROLLOUTS:
+            raise ConfigError(
+                f"{len(plan.tasks):,} tasks in groups of {plan.group_size:,} are {asked:,} rollouts;"
+                f" a batch holds {MOST_ROLLOUTS:,} at most, each of them in memory"
+            )
         return replace(
             plan,
             group_size=int(plan.group_size),

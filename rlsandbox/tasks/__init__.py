@@ -37,6 +37,8 @@ def load_tasks(source: str | os.PathLike[str], /, *, limit: int | None = None) -
     """
     if not isinstance(source, (str, os.PathLike)):
         raise ConfigError(f"load_tasks() takes a name or a path, not {type(source).__name__}")
+    if not os.fspath(source):
+        raise ConfigError("load_tasks() takes a name or a path, not an empty one")
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
         raise ConfigError(f"limit must be a whole number above 0, not {limit!r}")
     try:
