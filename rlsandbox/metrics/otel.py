@@ -32,6 +32,8 @@ def export_otel(pool: Any = None, *, endpoint: str | None = None, period_s: floa
         period_s: between two pushes; closing pushes once more.
     """
     metrics = metrics_of(pool)
+    if isinstance(period_s, bool) or not isinstance(period_s, (int, float)) or not 0 < period_s < 1e9:
+        raise ConfigError(f"export_otel: period_s must be a number of seconds above 0, not {period_s!r}")
     exporter, address = _otlp(endpoint)
     sdk = _module("opentelemetry.sdk.metrics", "opentelemetry-sdk")
     export = _module("opentelemetry.sdk.metrics.export", "opentelemetry-sdk")
@@ -51,8 +53,10 @@ def _otlp(endpoint: str | None) -> tuple[Any, str]:
     if endpoint is None:
         http = _module("opentelemetry.exporter.otlp.proto.http.metric_exporter", "rlsandbox-pool[otel]")
         return http.OTLPMetricExporter(timeout=PUSH_S), "(from OTEL_EXPORTER_OTLP_* variables)"
-    url = urlsplit(endpoint)
+    if not isinstance(endpoint, str):
+        raise ConfigError(f"export_otel: endpoint must be an http or https URL, not {endpoint!r}")
     try:
+        url = urlsplit(endpoint)
         port = url.port
     except ValueError as error:
         raise ConfigError(f"export_otel: endpoint {endpoint!r}: {error}") from error

@@ -48,6 +48,10 @@ def serve_prometheus(pool: Any = None, *, port: int = 9464, host: str = "127.0.0
             hint="pip install 'rlsandbox-pool[prometheus]'",
         ) from error
     metrics = metrics_of(pool)
+    if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:
+        raise ConfigError(f"a port lies between 0 and 65535, not {port!r}")
+    if not isinstance(host, str) or not host:
+        raise ConfigError(f"host must be a name or an address to listen on, not {host!r}")
     with _servers_lock:
         server = _servers.get((host, port)) if port else None
         if server is None:

@@ -114,6 +114,18 @@ def test_a_port_in_use_and_no_port_at_all() -> None:
         serve_prometheus(Metrics(), port=70000)
     with pytest.raises(ConfigError, match="pool is needed, not int"):
         serve_prometheus(3, port=0)
+    for wrong in (-1, "9464", 1.5, True, None):
+        with pytest.raises(ConfigError, match="a port lies between 0 and 65535, not "):
+            serve_prometheus(Metrics(), port=wrong)  # type: ignore[arg-type]
+    for host in (5, "", None):
+        with pytest.raises(ConfigError, match="host must be a name or an address"):
+            serve_prometheus(Metrics(), port=0, host=host)  # type: ignore[arg-type]
+    for endpoint in (5, "", b"http://otel", "http://[::1", "http://otel:x"):
+        with pytest.raises(ConfigError, match="export_otel: endpoint "):
+            export_otel(Metrics(), endpoint=endpoint)  # type: ignore[arg-type]
+    for period in (0, -1, float("nan"), "10", True):
+        with pytest.raises(ConfigError, match="period_s must be a number of seconds above 0"):
+            export_otel(Metrics(), endpoint="http://127.0.0.1:9", period_s=period)  # type: ignore[arg-type]
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
