@@ -362,5 +362,7 @@ class Outcomes(Book):
         said = breaker.cause.message if breaker.cause else "unknown"
         again = max(0.0, breaker.retry_at - self.now)
         times = "once" if breaker.failures == 1 else f"{breaker.failures} times in a row"
-        text = f"creation failed {times}: {said}; next try in {again:.1f} s"
+        text = f"creation failed {times}: {said}"
+        if breaker.cause is None or breaker.cause.retryable:  # else the same again would be no better
+            text += f"; next try in {again:.1f} s"
         return "breaker", text, breaker.cause

@@ -110,6 +110,7 @@ def test_quickstart(tmp_path: Path) -> None:
         (["--size", "100000", "--memory", "1GiB"], "this machine has"),
         (["--image", "cut.tar"], "cut.tar"),
         (["--image", "missing.tar"], "missing.tar"),
+        (["--image", "missing.tar", "--cold"], "image 'missing.tar': no such file or directory"),
         (["--ledger", "file/deeper"], "file"),
         (["--tasks", "workdir.jsonl", "--policy", "own:nothing"], "workdir /proc/no/where is not there"),
         (["--tasks", "nograder.jsonl", "--policy", "own:grade"], "task 'ungraded' has no grader"),
@@ -127,6 +128,7 @@ def test_bad_input_leaves_nothing_behind(tmp_path: Path, argv: list[str], said: 
     assert done.returncode == 2, done.stdout + done.stderr
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+    assert "next try" not in done.stderr, "trying again cannot help"
     assert "Traceback" not in done.stderr
 
 
