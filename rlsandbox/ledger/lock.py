@@ -51,7 +51,8 @@ class RunLock:
             return True
         until = time.monotonic() + patience_s
         while True:
-            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            # Others may look whether it is held, as they may read the ledger: what the umask leaves.
+            fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
                 _flock(fd)
             except BlockingIOError:
@@ -84,11 +85,13 @@ class RunLock:
 
     @staticmethod
     def alive(path: Path) -> bool | None:
-        """Whether a living process holds the lock at *path*; None where the filesystem cannot tell."""
+        """Whether a living process holds the lock at *path*; None where that cannot be told."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        except PermissionError:
+            return None
         try:
             _flock(fd, shared=True)
         except BlockingIOError:
@@ -132,11 +135,17 @@ def alive(file: Path, *, host: str = "") -> bool | None:
     *host* is where its last writer ran; it matters only where the filesystem has no locks.
     """
     known = RunLock.alive(lock_of(file))
-    if known is not None:
+    if known is not None or is_hidden(file):
         return known
     if RunLock.alive(_stand_in(file)):
         return True
     return False if host == os.uname().nodename else None
+
+
+def is_hidden(file: Path) -> bool:
+    """Whether the lock of the ledger *file* is another user's, who lets nobody look at it."""
+    lock = lock_of(file)
+    return lock.exists() and not os.access(lock, os.R_OK)
 
 
 def _stand_in(file: Path) -> Path:

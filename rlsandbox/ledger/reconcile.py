@@ -47,7 +47,11 @@ def _one(path: Path, dumps: list[Path], dry_run: bool) -> Reconciled:
     living = lock.alive(path, host=host)
     if living is None:
         where = host or "another machine"
-        out.skipped = f"it was written on {where} and the filesystem has no locks: run this there"
+        out.skipped = (
+            "its lock may not be read: run this as the user whose ledger it is"
+            if lock.is_hidden(path)
+            else f"it was written on {where} and the filesystem has no locks: run this there"
+        )
         return out
     if dry_run and not living:
         out.lost = [_lost(entry, mine, entry.requested_at) for entry in _still_open(path, mine, dumps)]

@@ -377,3 +377,35 @@ def test_a_run_that_has_asked_for_nothing_says_so(home: Path, capsys: pytest.Cap
     assert call(capsys, "show", "nothing") == "no such rollouts\n"
     assert call(capsys, "show", "worked", "--status", "lost") == "no such rollouts\n"
     assert "nothing to report" not in call(capsys, "report", "worked")
+
+
+def test_ledgers_of_another_user(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may read them sees whether they are in use; where even that is hidden, nothing is made up."""
+    before = os.umask(0o022)
+    try:
+        path = make(home, "theirs", leave_open=1)
+    finally:
+        os.umask(before)
+    lock = path.with_name(path.name + ".lock")
+    assert lock.stat().st_mode & 0o777 == 0o644
+    opened, access = os.open, os.access
+
+    def forbidden(name: Any, *how: Any, **options: Any) -> int:
+        if str(name).endswith(".lock"):
+            raise PermissionError(13, "Permission denied", str(name))
+        return opened(name, *how, **options)
+
+    monkeypatch.setattr(os, "open", forbidden)
+    monkeypatch.setattr(
+        os, "access", lambda name, mode: not str(name).endswith(".lock") and access(name, mode)
+    )
+    assert "theirs" in call(capsys, "show")
+    assert "asked for" in call(capsys, "report", "theirs")
+    said = "left alone: its lock may not be read: run this as the user whose ledger it is"
+    assert said in call(capsys, "reconcile", "theirs")
+    assert said in call(capsys, "reconcile", "--all")
+    os.utime(path, (0, 0))
+    assert call_json(capsys, "gc", "--yes", "--older-than", "1s")["removed"] == []
+    assert path.exists()
