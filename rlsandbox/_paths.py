@@ -38,13 +38,13 @@ def private_directory(path: Path) -> Path:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as error:
-        raise _unusable(path, error.strerror or str(error)) from error
+        raise unusable(path, error.strerror or str(error)) from error
     if not writable:
-        raise _unusable(path, "it is not writable")
+        raise unusable(path, "it is not writable")
     return path
 
 
-def _unusable(path: Path, why: str) -> ConfigError:
+def unusable(path: Path, why: str) -> ConfigError:
     return ConfigError(
         f"the directory {path} cannot be used: {why}",
         hint="set RLSANDBOX_HOME (and RLSANDBOX_CACHE) to a directory of yours on a local disk",

@@ -180,7 +180,7 @@ def keeper_binary(arch: str | None = None, *, variant: Variant = "release") -> P
     cached = (
         _paths.cache() / "keeper" / digest / f"keeper-{arch}{'' if variant == 'release' else '-' + variant}"
     )
-    if cached.exists():
+    if os.path.exists(cached):  # (what may not be looked at is told next)
         return cached
     _paths.private_directory(cached.parent)
     try:

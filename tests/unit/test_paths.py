@@ -11,7 +11,7 @@ import pytest
 import rlsandbox as rls
 from rlsandbox import _paths
 from rlsandbox.backends import keeper_binary
-from rlsandbox.backends.local.state import RunState
+from rlsandbox.backends.local.state import RunState, leftovers
 from rlsandbox.errors import ConfigError, ProvisionError
 from tests.support.small_disk import small_disk
 
@@ -34,6 +34,20 @@ def test_whoever_needs_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         keeper_binary("aarch64")
     with pytest.raises(ConfigError, match=SAYS):
         RunState.begin(tmp_path / "file")
+
+
+def test_a_place_that_may_not_be_looked_into_says_so_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user's home: a name too long is refused by the system in the same way."""
+    said = "cannot be used: File name too long .set RLSANDBOX_HOME"
+    monkeypatch.setenv("RLSANDBOX_CACHE", str(tmp_path / ("x" * 300)))
+    monkeypatch.delenv("RLSANDBOX_KEEPER", raising=False)
+    with pytest.raises(ConfigError, match=said):
+        keeper_binary("aarch64")
+    with pytest.raises(ConfigError, match=said):
+        leftovers(tmp_path / ("x" * 300))
+    assert leftovers(tmp_path / "nothing") == leftovers(tmp_path)
 
 
 @pytest.mark.parametrize("variable", ["RLSANDBOX_CACHE", "RLSANDBOX_HOME"])

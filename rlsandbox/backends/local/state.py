@@ -173,6 +173,8 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
         names = sorted(os.listdir(top))
     except (FileNotFoundError, NotADirectoryError):
         return
+    except OSError as error:
+        raise _paths.unusable(top.parent, error.strerror or str(error)) from None
     for name in names:
         path = top / name
         if str(path) in _OWN or not path.is_dir() or not _untouched(path, older_s):
