@@ -27,7 +27,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ConfigError, SandboxDiedError, SessionDiedError
+from ..errors import ConfigError, SandboxDiedError, SessionDiedError, file_error
 from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
@@ -243,15 +243,16 @@ class AsyncSession(Live):
         """The command's input as a file: a pipe could not be ended without ending the shell's."""
         raw = content_bytes(stdin, "stdin")
         name = f".rlsandbox-{secrets.token_hex(8)}"
-        failed: KeeperFailure | None = None
+        failed = 0
         for place in ("/dev/shm", "/tmp"):
             try:
                 await self._sandbox.client.write(f"{place}/{name}", raw, mode=0o644, flags=4)
                 return f"{place}/{name}".encode()
             except KeeperFailure as error:
-                failed = error
-        assert failed is not None
-        raise self._sandbox.located(failed)
+                failed = error.errno
+                await self._drop_stdin(f"{place}/{name}".encode())  # what of it there was room for
+        told = f"no room for {len(raw)} bytes of stdin in /dev/shm or /tmp: {os.strerror(failed)}"
+        raise file_error(failed, "/tmp", message=told, sandbox=self._sandbox.id)
 
     async def _drop_stdin(self, path: bytes) -> None:
         # It may have gone already: with the command, or with the sandbox.

@@ -13,7 +13,7 @@ import pytest
 from .. import errors
 from .._portal import Portal
 from ..sandbox import Sandbox, Session
-from ..spec import Limits
+from ..spec import Limits, Spec
 from ..task import Task
 from ._commands import LONG
 from ._fixtures import Fixtures, gone, inner
@@ -264,6 +264,20 @@ class Sessions(Fixtures):
             assert sh.run("cat", stdin=b"\0\xff").stdout_bytes == b"\0\xff"
             assert sh.run("wc -c", stdin=b"x" * 3_000_000).stdout.strip() == "3000000"
             assert sh.run("cat").stdout == ""
+        assert [c.name for c in sandbox.changes() if "rlsandbox" in c.name] == []
+
+    def test_session_stdin_that_there_is_no_room_for(self, make: Callable[..., Sandbox]) -> None:
+        sandbox = make(Task(id="full", spec=Spec(disk="32MiB", memory="128MiB")))
+        if "disk" not in sandbox.limits.means:
+            pytest.skip("disk is not limited here, and the facts say so")
+        sandbox.run("head -c 900000000 /dev/zero >/dev/shm/x; head -c 90000000 /dev/zero >/tmp/x")
+        with sandbox.session() as sh:
+            with pytest.raises(OSError, match="No space left") as caught:
+                sh.run("cat", stdin=b"x" * 1_000_000)
+            assert isinstance(caught.value, errors.SandboxFileError)
+            assert not caught.value.infrastructure  # the rollout's own doing
+            sandbox.run("rm /dev/shm/x /tmp/x")
+            assert sh.run("cat; ls -A /tmp /dev/shm", stdin="on\n").stdout.startswith("on\n")
         assert [c.name for c in sandbox.changes() if "rlsandbox" in c.name] == []
 
     def test_session_closed(self, sandbox: Sandbox) -> None:
