@@ -119,6 +119,9 @@ class SandboxBase(Live):
         self._paused_s = 0.0
         self._paused_since: float | None = None
         self._first = True
+        key = self.task.layer_key
+        self.primed: str | None = f"p{spec.digest[:8]}-{key}" if key is not None else ""
+        """The layer that the task's episodes begin on (``""``: the base); None where there are none."""
         self._output_limit = min(task.limits.output_bytes, MOST)
         self._pid = os.getpid()
         self.loop = client.loop

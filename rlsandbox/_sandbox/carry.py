@@ -37,7 +37,7 @@ async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
     Raises:
         SandboxFileError: the work cannot be read, or does not fit.
     """
-    found = await sandbox.client.changes("/")
+    found = await sandbox.changed()
     if found.truncated:  # half of the work is not the work
         raise file_error(errno.ELOOP, "/", sandbox=sandbox.id)
     changed = sorted(found, key=lambda info: info.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import Self
 from .._portal import AwaitableCM
 from ..errors import SandboxError, UnsupportedError
 from ..keeper.channel import STDIN
+from ..keeper.client import Changes
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult, FileInfo, Outcome
 from ..task import Grader
@@ -200,7 +202,18 @@ class AsyncSandbox(SandboxBase):
         What it gives has ``truncated`` set when there is more in directories over 1,000 deep.
         """
         self._require("ready", "paused", "graded")
-        return await self._client.changes(self.path(path))
+        return await self.changed(self.path(path))
+
+    async def changed(self, path: str = "/") -> Changes:
+        """What differs from the task's primed state, whatever snapshots were sealed since."""
+        if self.primed is not None:
+            try:
+                return await self._client.changes(path, since=self.primed)
+            except KeeperFailure as error:
+                if error.errno != errno.ENOENT:
+                    raise
+                self.primed = None  # no layer here: what lies below is all there is
+        return await self._client.changes(path)
 
     # -- grading, snapshots, state ------------------------------------------------------------------
 

@@ -92,7 +92,7 @@ async def _put_back(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
     """Undo what the rollout changed that is not its work; the paths, but for byte code."""
     client = sandbox.client
     try:
-        changed = await client.changes("/")
+        changed = await sandbox.changed()
     except KeeperFailure as error:
         if error.errno == errno.EOPNOTSUPP:  # isolation="none": there is no outside to see it from
             return ()
@@ -101,7 +101,7 @@ async def _put_back(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
 
     async def undo(path: str) -> None:
         try:
-            await client.outside_remove(path)
+            await client.outside_remove(path, since=sandbox.primed)
         except KeeperFailure as error:
             if error.errno != errno.ENOENT:
                 raise file_error(error.errno, path, sandbox=sandbox.id) from None
@@ -209,7 +209,7 @@ async def _remove(sandbox: AsyncSandbox, path: str) -> None:
 
 
 async def _made_by_episode(sandbox: AsyncSandbox, path: str) -> bool:
-    return any(info.name == path for info in await sandbox.client.changes(path))
+    return any(info.name == path for info in await sandbox.changed(path))
 
 
 # -- the reward -------------------------------------------------------------------------------------

@@ -152,7 +152,8 @@ class Trust:
         return found
 
     async def _read(self, path: str, *, baseline: bool = False) -> bytes | None:
-        return await self._sandbox.client.outside_read(path, baseline=baseline, limit=_MAX)
+        since = self._sandbox.primed
+        return await self._sandbox.client.outside_read(path, baseline=baseline, limit=_MAX, since=since)
 
 
 def pytest_section(path: str, data: bytes | None) -> Any:

@@ -67,11 +67,20 @@ class KeeperClient(Connection):
         data, _ = await self.collect(Op.INSPECT)
         return _facts(data)
 
-    async def changes(self, path: str = "/", *, limit: int | None = None) -> Changes:
-        """What differs under *path* from the layers below; deletions have kind ``deleted``."""
-        data, reply = await self.collect(Op.CHANGES, path=path, limit=limit)
-        found = Changes(file_info(e) for e in decode_entries([bytes(data)]))
-        found.total = reply.int(Tag.COUNT, len(found))
+    async def changes(
+        self, path: str = "/", *, limit: int | None = None, since: str | None = None
+    ) -> Changes:
+        """What differs under *path* from the layers below; deletions have kind ``deleted``.
+
+        *since*: from that layer (``""``: the base) and what is below it, though others were sealed on top.
+        """
+        data, reply = await self.collect(Op.CHANGES, path=path, limit=limit, layer=since)
+        told: dict[str, FileInfo] = {}
+        for entry in decode_entries([bytes(data)]):  # what several layers have is told once for each
+            info = file_info(entry)
+            told.setdefault(info.name, info)
+        found = Changes(told.values())
+        found.total = reply.int(Tag.COUNT, len(found)) if since is None else len(found)
         found.truncated = bool(reply.int(Tag.FLAGS))
         return found
 
@@ -90,19 +99,22 @@ class KeeperClient(Connection):
         await self.call(Op.RESUME)
 
     async def outside_read(
-        self, path: str, *, baseline: bool = False, limit: int | None = None
+        self, path: str, *, baseline: bool = False, limit: int | None = None, since: str | None = None
     ) -> bytes | None:
         """Content seen from outside the episode (or of the layers below it); None when there is none."""
+        flags = 1 if baseline else 0
         try:
-            data, _ = await self.collect(Op.OUTSIDE_READ, path=path, flags=1 if baseline else 0, length=limit)
+            data, _ = await self.collect(
+                Op.OUTSIDE_READ, path=path, flags=flags, length=limit, layer=since if baseline else None
+            )
         except KeeperFailure as error:
             if error.errno in _NO_SUCH_FILE:
                 return None
             raise
         return bytes(data)
 
-    async def outside_remove(self, path: str) -> None:
-        await self.call(Op.OUTSIDE_REMOVE, path=path)
+    async def outside_remove(self, path: str, *, since: str | None = None) -> None:
+        await self.call(Op.OUTSIDE_REMOVE, path=path, layer=since)
 
     async def kill_all(self) -> None:
         """End every process of the episode but its first."""

@@ -48,6 +48,54 @@ def test_a_reset_returns_to_the_primed_state(keeper: Keeper) -> None:
     assert caught.value.errno == errno.ENOENT
 
 
+def since(keeper: Keeper, layer: str) -> dict[str, str]:
+    """Kind by path; what several layers have is told by the topmost."""
+    found, data = {}, keeper.call(Op.CHANGES, (Tag.PATH, "/"), (Tag.LAYER, layer))[1]
+    at = 0
+    while at < len(data):
+        n = int.from_bytes(data[at + 29 : at + 33], "little")
+        found.setdefault(data[at + 33 : at + 33 + n].decode("utf-8", "surrogateescape"), chr(data[at]))
+        at += 33 + n
+    return found
+
+
+def test_compared_with_a_layer_further_down(keeper: Keeper) -> None:
+    keeper.sh("mkdir -p /opt/tool /opt/gone; echo primed >/opt/tool/a; echo b >/opt/tool/b; echo p >/opt/gone/p")
+    seal(keeper, "primed")
+    keeper.sh("echo fake >/opt/tool/a; rm /opt/tool/b; rm -r /opt/gone; mkdir /opt/gone; echo n >/opt/gone/new; echo s >/tmp/s; mkdir /tmp/d; echo in >/tmp/d/in")
+    seal(keeper, "one")
+    keeper.sh("rm /tmp/s; echo t >/tmp/t; rm -r /tmp/d; ln -s /etc /tmp/d; echo n >/opt/tool/new")
+    seal(keeper, "two")
+    keeper.sh("echo live >/tmp/live")
+    whole = since(keeper, "primed")
+    expected = {"/opt/tool/a": "f", "/opt/tool/b": "x", "/opt/tool/new": "f", "/opt/gone/p": "x", "/opt/gone/new": "f", "/tmp/t": "f",
+                "/tmp/d": "l", "/tmp/live": "f"}
+    assert {name: kind for name, kind in whole.items() if kind != "d"} == expected, "neither what is gone nor what lies behind a link"
+    assert {name for name, kind in since(keeper, "two").items() if kind != "d"} == {"/tmp/live"}
+    assert set(expected) - {"/opt/tool/b", "/opt/gone/p"} <= set(since(keeper, ""))
+
+    def read(path: str) -> bytes:
+        return keeper.call(Op.OUTSIDE_READ, (Tag.PATH, path), (Tag.FLAGS, 1), (Tag.LAYER, "primed"))[1]
+
+    assert (read("/opt/tool/a"), read("/opt/tool/b")) == (b"primed\n", b"b\n")
+    with pytest.raises(KeeperError) as caught:
+        read("/tmp/t")
+    assert caught.value.errno == errno.ENOENT
+    for path in ("/opt", "/tmp/t", "/tmp/d"):
+        keeper.call(Op.OUTSIDE_REMOVE, (Tag.PATH, path), (Tag.LAYER, "primed"))
+    assert keeper.sh("cat /opt/tool/*; ls /opt/tool /opt/gone /tmp").stdout == b"primed\nb\n/opt/gone:\np\n\n/opt/tool:\na\nb\n\n/tmp:\nlive\n"
+    assert {name for name, kind in since(keeper, "primed").items() if kind != "d" and name.startswith("/tmp")} == {"/tmp/live"}
+    with pytest.raises(KeeperError) as caught:
+        keeper.call(Op.OUTSIDE_REMOVE, (Tag.PATH, "/tmp/never"), (Tag.LAYER, "primed"))
+    assert caught.value.errno == errno.ENOENT
+    for op in (Op.CHANGES, Op.OUTSIDE_REMOVE):
+        with pytest.raises(KeeperError) as caught:
+            keeper.call(op, (Tag.PATH, "/tmp/live"), (Tag.LAYER, "nobody"))
+        assert caught.value.errno == errno.ENOENT
+    assert since(keeper, "two").keys() >= {"/tmp/live"}, "the keeper itself stands where it stood"
+    assert [name for name, in facts(keeper)["layer"]] == ["two", "one", "primed"]
+
+
 def test_sealing_while_processes_run(keeper: Keeper) -> None:
     keeper.sh("echo x > /tmp/x; sleep 1000 & exit 0")
     with pytest.raises(KeeperError) as caught:

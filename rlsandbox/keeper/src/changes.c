@@ -13,6 +13,7 @@ struct diff {
     struct buf path; /* of the directory being compared; no zero at its end */
     const char *only;
     size_t only_len;
+    int view; /* of a layer that others cover: the episode's own, which has the last word. -1: no other covers it */
     uint64_t limit, count, bytes;
     bool cut; /* there is more in directories that were not looked into */
 };
@@ -41,8 +42,24 @@ static int wanted(const struct diff *d, const char *name)
 static void tell(struct diff *d, char kind, const struct stat *st, const char *name)
 {
     struct buf full = {0}, entry = {0};
+    struct stat now;
     if (wanted(d, name) != 2)
         return;
+    if (d->view >= 0) {
+        bool there = false;
+        if (buf_add(&full, d->path.p, d->path.len) == 0 && buf_add(&full, "/", 1) == 0 && buf_add(&full, name, strlen(name) + 1) == 0) {
+            int fd = k_open_in(d->view, (char *)full.p, O_PATH | O_NOFOLLOW | O_CLOEXEC, K_RESOLVE_IN_ROOT | K_RESOLVE_NO_SYMLINKS);
+            there = fd >= 0 && fstat(fd, &now) == 0;
+            fd_close(&fd);
+        }
+        buf_free(&full);
+        if (there == !st)
+            return; /* it was changed again since */
+        if (there) {
+            st = &now;
+            kind = entry_kind(now.st_mode);
+        }
+    }
     if (st && S_ISREG(st->st_mode))
         d->bytes += (uint64_t)st->st_blocks * 512;
     if (d->count++ >= d->limit)
@@ -154,7 +171,8 @@ void work_changes(struct worker *w)
     struct err e = {0};
     struct buf reply = {0};
     char only[4096], path[64];
-    struct diff d = {.w = w, .only = only, .limit = tlv_get(w->p, w->n, TAG_LIMIT, UINT64_MAX)};
+    uint16_t above[MAX_CHAIN];
+    struct diff d = {.w = w, .view = -1, .only = only, .limit = tlv_get(w->p, w->n, TAG_LIMIT, UINT64_MAX)};
     int n = tlv_str(w->p, w->n, TAG_PATH, only, sizeof only);
     while (n > 0 && only[n - 1] == '/')
         only[--n] = 0;
@@ -163,6 +181,8 @@ void work_changes(struct worker *w)
         worker_fail(w, &e);
     }
     d.only_len = n > 0 ? (size_t)n : 0;
+    int view = w->k->root_fd; /* of the episode */
+    unsigned more = stand_since(w, above);
     int below = view_below(w->k, &e);
     if (below < 0)
         worker_fail(w, &e);
@@ -178,6 +198,16 @@ void work_changes(struct worker *w)
         at_target(&d, target);
         entries(&d, up, low, 0);
         close(up);
+        for (unsigned j = 0; j < more; j++) {
+            path_join(path, sizeof path, "/k/s/%u/u/%u", above[j], i);
+            if ((up = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC)) < 0)
+                continue;
+            at_target(&d, target);
+            d.view = view;
+            entries(&d, up, low, 0);
+            d.view = -1;
+            close(up);
+        }
         close(low);
     }
     path_join(path, sizeof path, "/k/u/%u/shm", w->k->generation);

@@ -28,13 +28,17 @@ void work_outside_read(struct worker *w)
     struct statfs fs;
     uint64_t left = tlv_get(w->p, w->n, TAG_LENGTH, UINT64_MAX);
     int root = w->k->root_fd;
+    uint16_t above[MAX_CHAIN];
     if (tlv_str(w->p, w->n, TAG_PATH, path, sizeof path) <= 0)
         refuse(w, EINVAL, "read a path", "from outside");
     bool baseline = tlv_get(w->p, w->n, TAG_FLAGS, 0) & O_BASELINE;
     if (w->k->set.manifest && manifest_source(strcpy(asked, path), baseline, path, sizeof path) < 0)
         refuse(w, errno, "find in the baseline", asked);
-    if (!w->k->set.manifest && baseline && (root = view_below(w->k, &e)) < 0)
-        worker_fail(w, &e);
+    if (!w->k->set.manifest && baseline) {
+        stand_since(w, above);
+        if ((root = view_below(w->k, &e)) < 0)
+            worker_fail(w, &e);
+    }
     if (root < 0)
         refuse(w, ESRCH, "look at the episode, for there is none:", path);
     /* first a look, so that no pipe is opened and no device; what it turns into meanwhile is looked at again */
@@ -190,21 +194,35 @@ void work_outside_remove(struct worker *w)
             rest = r;
         }
     }
-    path_join(top, sizeof top, "/k/u/%u/u/%u", k->generation, best);
-    int top_fd = open(top, O_PATH | O_DIRECTORY | O_CLOEXEC);
-    int up = k_open_in(top_fd, *rest ? rest : "/", O_RDONLY | O_DIRECTORY, how);
+    uint16_t above[MAX_CHAIN];
+    unsigned more = stand_since(w, above);
     int root = view_below(k, &e);
     if (root < 0)
         worker_fail(w, &e);
     int below = k_open_in(root, *path ? path : "/", O_RDONLY | O_DIRECTORY, how);
     struct stat st, parent;
-    if (up < 0) { /* nothing was changed here */
-        if (below < 0 || fstatat(below, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
-            refuse(w, ENOENT, "restore", full);
-        worker_done(w, &reply);
+    bool looked = false, found = false;
+    for (unsigned j = 0; j <= more; j++) { /* the upper layer, then those that it covers */
+        if (j)
+            path_join(top, sizeof top, "/k/s/%u/u/%u", above[j - 1], best);
+        else
+            path_join(top, sizeof top, "/k/u/%u/u/%u", k->generation, best);
+        int top_fd = open(top, O_PATH | O_DIRECTORY | O_CLOEXEC);
+        int up = k_open_in(top_fd, *rest ? rest : "/", O_RDONLY | O_DIRECTORY, how);
+        fd_close(&top_fd);
+        if (up < 0)
+            continue; /* nothing was changed here */
+        looked = true;
+        if (restore(view, up, below, name, 0) == 0)
+            found = true;
+        else if (errno != ENOENT)
+            refuse(w, errno, "restore", full);
+        close(up);
     }
-    if (restore(view, up, below, name, 0) < 0)
-        refuse(w, errno, "restore", full);
+    if (!found && (looked || below < 0 || fstatat(below, name, &st, AT_SYMLINK_NOFOLLOW) < 0))
+        refuse(w, ENOENT, "restore", full);
+    if (!looked)
+        worker_done(w, &reply);
     if (below >= 0 && fstat(below, &parent) == 0) { /* its directory's time: what is left in it tells itself */
         struct timespec t[2] = {parent.st_atim, parent.st_mtim};
         if (futimens(view, t) < 0)

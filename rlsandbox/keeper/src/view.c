@@ -10,6 +10,7 @@
 #include "sandbox.h"
 #include "skip.h"
 #include "sys.h"
+#include "worker.h"
 
 static int attr(int fd, uint64_t set, struct err *e, const char *what)
 {
@@ -165,6 +166,33 @@ int view_below(struct keeper *k, struct err *e)
     if (unshare(CLONE_NEWNS) < 0)
         return fail(e, errno, "make a mount namespace for the view below");
     return trees_build(k, false, e);
+}
+
+unsigned stand_since(struct worker *w, uint16_t *above)
+{
+    struct keeper *k = w->k;
+    char layer[LAYER_NAME];
+    struct err e = {0};
+    int n = tlv_str(w->p, w->n, TAG_LAYER, layer, sizeof layer), slot = -1;
+    if (n == -1)
+        return 0;
+    if (n < 0 || (n && (slot = layers_find(&k->layers, layer)) < 0)) {
+        fail(&e, ENOENT, "compare with layer %.100s: it is not here", n < 0 ? "" : layer);
+        worker_fail(w, &e);
+    }
+    const struct layer *since = slot < 0 ? NULL : k->layers.at[slot];
+    unsigned count = 0, below = since ? since->n : 0;
+    for (unsigned i = 0; i < k->nstack; i++) {
+        bool known = false;
+        for (unsigned j = 0; j < below; j++)
+            known |= since->chain[j] == k->stack[i];
+        if (!known)
+            above[count++] = k->stack[i];
+    }
+    if (since)
+        memcpy(k->stack, since->chain, sizeof k->stack);
+    k->nstack = below;
+    return count;
 }
 
 int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e)

@@ -40,6 +40,9 @@ void work_changes(struct worker *w);        /* changes.c */
 void work_outside_read(struct worker *w);   /* outside.c */
 void work_outside_remove(struct worker *w); /* outside.c */
 void layers_facts(struct worker *w);        /* layers.c */
+/* view.c. The request's layer, where it names one: from here on this helper's episode stands on it and no other. Fills
+ * `above` (MAX_CHAIN slots) with those that cover it, topmost first; how many. */
+unsigned stand_since(struct worker *w, uint16_t *above);
 void limits_facts(struct worker *w);        /* limits.c */
 int mqueue_open(struct keeper *k);          /* facts.c: the episode's message queues as a directory, or -1 */
 void facts_sockets(struct worker *w, int net);
