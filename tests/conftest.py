@@ -10,6 +10,14 @@ from typing import Any
 
 import pytest
 
+try:
+    from hypothesis import HealthCheck, settings
+except ImportError:  # an environment for other tests
+    pass
+else:  # How fast an example runs says something of the machine, and nothing of what is tested.
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
+
 # Started in the background by a shell, SIGINT is ignored, here and in every child: then no Ctrl-C could be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,7 +19,7 @@ class Client:
     def __init__(self, now: dict[str, str], before: dict[str, str]) -> None:
         self.now, self.before = now, before
 
-    async def outside_read(self, path: str, *, baseline: bool, limit: int) -> bytes | None:
+    async def outside_read(self, path: str, *, baseline: bool, limit: int, since: str | None) -> bytes | None:
         found = (self.before if baseline else self.now).get(path)
         return None if found is None else found.encode()
 
@@ -28,7 +28,7 @@ def trust(
     workdir: str = "/work", *, client: Any = None, env: dict[str, str] | None = None, **how: Any
 ) -> Trust:
     sandbox: Any = SimpleNamespace(
-        workdir=workdir, spec=Spec(env=env or {}, expose=("/data/tools", "python")), base_env={},
+        primed="p1", workdir=workdir, spec=Spec(env=env or {}, expose=("/data/tools", "python")), base_env={},
         path=lambda place: f"{workdir}/{place}" if not place.startswith("/") else place,
         client=client or Client({}, {}),
     )  # fmt: skip
@@ -107,13 +107,15 @@ async def test_many_of_them_are_read_some_at_a_time() -> None:
     class Slow(Client):
         at_once = most = 0
 
-        async def outside_read(self, path: str, *, baseline: bool, limit: int) -> bytes | None:
+        async def outside_read(
+            self, path: str, *, baseline: bool, limit: int, since: str | None
+        ) -> bytes | None:
             assert limit == 65536
             self.at_once += 1
             self.most = max(self.most, self.at_once)
             await asyncio.sleep(0)
             self.at_once -= 1
-            return await super().outside_read(path, baseline=baseline, limit=limit)
+            return await super().outside_read(path, baseline=baseline, limit=limit, since=since)
 
     evil = {f"/work/{n:04}/pyproject.toml": "[tool.pytest.ini_options]\n" for n in range(0, 1000, 7)}
     now = {f"/work/{n:04}/pyproject.toml": "[tool.black]\n" for n in range(1000)} | evil
@@ -121,7 +123,7 @@ async def test_many_of_them_are_read_some_at_a_time() -> None:
     assert await foreign(trust(client=client), *now) == list(evil)
     assert 2 <= client.most <= 64
 
-    async def broken(path: str, *, baseline: bool, limit: int) -> bytes | None:
+    async def broken(path: str, *, baseline: bool, limit: int, since: str | None) -> bytes | None:
         raise ConnectionResetError(path)
 
     client.outside_read = broken  # type: ignore[method-assign]
@@ -160,7 +162,9 @@ async def test_a_read_that_fails_leaves_no_other_running() -> None:
     running = 0
 
     class Fails(Client):
-        async def outside_read(self, path: str, *, baseline: bool, limit: int) -> bytes | None:
+        async def outside_read(
+            self, path: str, *, baseline: bool, limit: int, since: str | None
+        ) -> bytes | None:
             nonlocal running
             if not baseline:
                 raise OSError("gone")
