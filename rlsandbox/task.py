@@ -149,6 +149,11 @@ class Task(_Data):
         return cached
 
 
+def layer_name(task: Task, spec: Spec) -> str | None:
+    """Of the layer that *task*'s episodes begin on in sandboxes of *spec*; None: on the bare base."""
+    return f"p{spec.digest[:8]}-{task.layer_key}" if task.layer_key is not None else None
+
+
 def _files(value: Mapping[str, str | bytes], what: str) -> dict[str, str | bytes]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} must map paths to text or bytes, not {type(value).__name__}")

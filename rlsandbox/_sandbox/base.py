@@ -20,7 +20,7 @@ from ..keeper.liveness import ANSWER_S
 from ..keeper.wire import Tag
 from ..results import CommandResult, Outcome, Stream
 from ..spec import Spec, parse_size
-from ..task import Task
+from ..task import Task, layer_name
 from .command import (
     DEFAULT_ENV,
     Cmd,
@@ -119,8 +119,7 @@ class SandboxBase(Live):
         self._paused_s = 0.0
         self._paused_since: float | None = None
         self._first = True
-        key = self.task.layer_key
-        self.primed: str | None = f"p{spec.digest[:8]}-{key}" if key is not None else ""
+        self.primed: str | None = layer_name(task, spec) or ""
         """The layer that the task's episodes begin on (``""``: the base); None where there are none."""
         self._output_limit = min(task.limits.output_bytes, MOST)
         self._pid = os.getpid()

@@ -15,7 +15,7 @@ from ..errors import ConfigError, PrimeError
 from ..hooks import Rollout
 from ..metrics import Metrics, TtfcSample
 from ..spec import Spec
-from ..task import Task
+from ..task import Task, layer_name
 from .ahead import AsyncClaim, Need
 from .driver import Driver
 from .lending import Lease, Lender
@@ -194,10 +194,9 @@ class Claiming:
             self._known.setdefault(spec.digest, spec)
         if self._places:
             self._latest[spec.digest] = task
-        if task.layer_key is None:
-            return spec, None
-        layer = f"p{spec.digest[:8]}-{task.layer_key}"
-        self._layer_tasks[layer] = task
+        layer = layer_name(task, spec)
+        if layer is not None:
+            self._layer_tasks[layer] = task
         return spec, layer
 
     def _censored(self, needed: float | None) -> None:
