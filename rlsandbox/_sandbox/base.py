@@ -134,6 +134,7 @@ class SandboxBase(Live):
             self.node = node
         facts = {**client.welcome.facts, **self._facts}
         means = {k[6:]: v for k, v in facts.items() if k.startswith("limit.")}
+        self.keeper_uid = facts.get("uid", "0")
         only = facts.get("only_user", "")
         self._only = tuple(only.split(",")) if only else ("root", "0") if facts.get("ids") == "one" else ()
         self.one_uid = bool(self._only)

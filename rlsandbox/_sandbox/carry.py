@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import errno
 import tempfile
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING
 
 from ..errors import file_error
@@ -37,11 +38,18 @@ async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
     Raises:
         SandboxFileError: the work cannot be read, or does not fit.
     """
-    found = await sandbox.changed()
-    if found.truncated:  # half of the work is not the work
-        raise file_error(errno.ELOOP, "/", sandbox=sandbox.id)
-    changed = sorted(found, key=lambda info: info.name)
     places = trust.places
+    found: Iterable[FileInfo]
+    seen = True
+    try:
+        found = changes = await sandbox.changed()
+        if changes.truncated:  # half of the work is not the work
+            raise file_error(errno.ELOOP, "/", sandbox=sandbox.id)
+    except KeeperFailure as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        seen, found = False, await _everything(sandbox, places)
+    changed = sorted(found, key=lambda info: info.name)
     inside = [info for info in changed if within(info.name, places)]
     foreign = [info.name for info in await trust.foreign(inside)]
     work = [info for info in inside if not within(info.name, foreign)]
@@ -49,12 +57,50 @@ async def carried_over(sandbox: AsyncSandbox, trust: Trust) -> tuple[str, ...]:
     with tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY) as spool:
         pieces = [await _read(sandbox, info, spool) for info in work]
         await sandbox.renew()
+        if not seen:
+            gone = await _gone(sandbox, trust, {info.name for info in changed})
+            pieces = [*(_Piece(info) for info in gone), *pieces]
         for piece in pieces:
             await _write(sandbox, piece, spool)
         for piece in reversed(pieces):
             if piece.info.kind == "dir" and piece.info.mode & _OPEN != _OPEN:
                 await _make_dir(sandbox, piece.info, piece.info.mode)
     return tuple(name for name in (*foreign, *outside) if "/__pycache__" not in name)
+
+
+async def _everything(sandbox: AsyncSandbox, places: Iterable[str]) -> list[FileInfo]:
+    """What lies in *places*, with whole paths: for where nobody sees what has changed."""
+    found: list[FileInfo] = []
+    todo: list[str] = []
+    try:
+        for place in places:
+            kind = await kind_of(sandbox, place)
+            if kind == "dir":
+                todo.append(place)
+            elif kind is not None:
+                found.append(replace(await sandbox.client.stat(place, flags=AS_KEEPER), name=place))
+        while todo:
+            top = todo.pop().rstrip("/")
+            for info in await sandbox.client.list(top or "/", flags=AS_KEEPER):
+                one = replace(info, name=f"{top}/{info.name}")
+                found.append(one)
+                if one.kind == "dir":
+                    todo.append(one.name)
+    except KeeperFailure as error:
+        raise file_error(error.errno, "/", sandbox=sandbox.id) from None
+    return found
+
+
+async def _gone(sandbox: AsyncSandbox, trust: Trust, kept: set[str]) -> list[FileInfo]:
+    """What a fresh sandbox has where the work lies and the work has not: the topmost of it."""
+    there = sorted(await _everything(sandbox, trust.places), key=lambda info: info.name)
+    missing = [replace(info, kind="deleted") for info in there if info.name not in kept]
+    foreign = [info.name for info in await trust.foreign(missing)]
+    gone: list[FileInfo] = []
+    for info in missing:
+        if not within(info.name, foreign) and not (gone and within(info.name, [gone[-1].name])):
+            gone.append(info)
+    return gone
 
 
 async def _read(sandbox: AsyncSandbox, info: FileInfo, spool: IO[bytes]) -> _Piece:

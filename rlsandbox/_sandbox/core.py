@@ -200,8 +200,16 @@ class AsyncSandbox(SandboxBase):
         """Every path that differs from the state the episode began with; seen from outside it.
 
         What it gives has ``truncated`` set when there is more in directories over 1,000 deep.
+
+        Raises:
+            UnsupportedError: in mode ``replace`` there is no outside.
         """
         self._require("ready", "paused", "graded")
+        if self.reset_mode == "replace":
+            raise UnsupportedError(
+                "mode replace: nobody knows how its files were, so nobody knows what has changed",
+                phase="command", sandbox=self.id, task=self.task.id,
+            )  # fmt: skip
         return await self.changed(self.path(path))
 
     async def changed(self, path: str = "/") -> Changes:

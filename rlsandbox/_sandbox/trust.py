@@ -118,11 +118,16 @@ class Trust:
             return False
         top = match["git"] if match is not None else path
         if top not in repositories:  # one that the rollout made is its work
-            repositories[top] = await self._read(f"{top}/HEAD", baseline=True) is not None
+            # Where nobody knows what there was (mode replace), any may be the task's.
+            unknown = self._sandbox.reset_mode == "replace"
+            repositories[top] = unknown or await self._read(f"{top}/HEAD", baseline=True) is not None
         return bool(repositories[top]) and info.kind != "dir"
 
     async def _settings(self, changes: Sequence[FileInfo]) -> set[str]:
-        """Files whose section for pytest is another one than before; some are read at a time."""
+        """Files whose section for pytest is another one than before; some are read at a time.
+
+        Where nobody knows what was before (mode ``replace``), any that have one.
+        """
         asked = [
             info.name
             for info in changes

@@ -101,12 +101,18 @@ class KeeperClient(Connection):
     async def outside_read(
         self, path: str, *, baseline: bool = False, limit: int | None = None, since: str | None = None
     ) -> bytes | None:
-        """Content seen from outside the episode (or of the layers below it); None when there is none."""
-        flags = 1 if baseline else 0
+        """Content seen from outside the episode (or of the layers below it); None when there is none.
+
+        In mode ``replace`` there is no outside: the keeper reads it; of a baseline nothing is known (None).
+        """
+        how: dict[str, Any] = {"flags": 1 if baseline else 0, "layer": since if baseline else None}
+        op = Op.OUTSIDE_READ
+        if self.welcome.mode == "replace":
+            if baseline:
+                return None
+            op, how = Op.READ, {"flags": AS_KEEPER}
         try:
-            data, _ = await self.collect(
-                Op.OUTSIDE_READ, path=path, flags=flags, length=limit, layer=since if baseline else None
-            )
+            data, _ = await self.collect(op, path=path, length=limit, **how)
         except KeeperFailure as error:
             if error.errno in _NO_SUCH_FILE:
                 return None
@@ -188,8 +194,8 @@ class KeeperClient(Connection):
         """Remove a file, link or empty directory, or with *tree* all of it; links are never followed."""
         await self.call(Op.REMOVE, path=path, user=user, flags=(1 if tree else 0) | flags or None)
 
-    async def list(self, path: str, *, user: str | None = None) -> list[FileInfo]:
-        data, _ = await self.collect(Op.LIST, path=path, user=user)
+    async def list(self, path: str, *, user: str | None = None, flags: int = 0) -> list[FileInfo]:
+        data, _ = await self.collect(Op.LIST, path=path, user=user, flags=flags or None)
         return [file_info(e) for e in decode_entries([bytes(data)])]
 
     async def stat(self, path: str, *, user: str | None = None, flags: int = 0) -> FileInfo:

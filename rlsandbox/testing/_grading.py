@@ -240,4 +240,6 @@ class Grading(Fixtures):
 
 
 def _primed_as_layer(sandbox: Sandbox) -> bool:
+    if sandbox.reset_mode == "replace":
+        return False
     return not any(c.name.startswith("/tmp/work") for c in sandbox.changes("/tmp"))

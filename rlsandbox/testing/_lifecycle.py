@@ -111,7 +111,7 @@ class Lifecycle(Fixtures):
             lambda: sandbox.run("true"),
             lambda: sandbox.read_file("/etc/passwd"),
             lambda: sandbox.grade(),
-            lambda: sandbox.changes(),
+            lambda: sandbox.list_dir("/"),
         ):
             with pytest.raises((errors.SandboxDiedError, errors.ConfigError)):
                 act()

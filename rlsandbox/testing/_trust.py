@@ -146,7 +146,8 @@ class Trusting(Fixtures):
         control.run(attack)
         if control.grade().reward != 1.0:
             pytest.skip("no attack on this image: it fools nobody even where everything is trusted")
-        for fresh in (False, True):
+        # Where nobody knows how files were, none can be put back: there only fresh graders are trusted.
+        for fresh in (True,) if control.reset_mode == "replace" else (False, True):
             fooled = make(_task(command, files=files, fresh=fresh))
             fooled.run(attack)
             outcome = fooled.grade()

@@ -74,7 +74,7 @@ class LoneHost:
         try:
             if not layer and task.layer_key is not None:
                 await _prime(sandbox, task)
-                await sandbox.client.seal(f"primed-{name}", kill=True)
+                await _settle(client, f"primed-{name}")
         except BaseException:
             await sandbox.release()
             raise
@@ -150,7 +150,7 @@ class LoneHost:
                 await _prime(primed, sandbox.task)
             finally:
                 primed._state = "released"
-            await client.seal(f"primed-{sandbox.id}-{next(self._numbers)}", kill=True)
+            await _settle(client, f"primed-{sandbox.id}-{next(self._numbers)}")
 
     async def hibernate(self, sandbox: AsyncSandbox) -> None:
         await sandbox.client.kill_all()
@@ -169,6 +169,14 @@ class LoneHost:
     async def delete_snapshot(self, snapshot: AsyncSnapshot) -> None:
         with contextlib.suppress(KeeperFailure):
             await self.backend.drop_layer(snapshot.id)
+
+
+async def _settle(client: KeeperClient, layer: str) -> None:
+    """An episode begins with files, not with processes: on a layer, where there are any."""
+    if client.welcome.mode == "replace":
+        await client.kill_all()
+    else:
+        await client.seal(layer, kill=True)
 
 
 async def _prime(sandbox: AsyncSandbox, task: Task) -> None:

@@ -6,6 +6,7 @@ an ordinary container. The same suite on a real cluster: tests/cluster.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 from collections.abc import Iterator
@@ -72,3 +73,16 @@ class TestManifest(TestKubernetes):
     spec = Spec(image="any", memory="2GiB", user="1000", network="host")
     mode = "manifest"
     keepers = staticmethod(pod_of_its_own)
+
+
+class TestReplace(TestManifest):
+    """Containers of the level restricted: nobody with any right, and nothing to look from outside with."""
+
+    skip: ClassVar[dict[str, str]] = {
+        "reset_": "its episode is its only one",
+        "pause": "pausing is watched from outside, which there is not",
+        "files_without_permission": "commands are nobody already",
+    }
+    spec = Spec(image="any", memory="2GiB", network="host")
+    mode = "replace"
+    keepers = staticmethod(functools.partial(pod_of_its_own, uid=65534))

@@ -24,7 +24,8 @@ from tests.support.make_image import d, f, layer, link, many_files_layer, tools_
 ENTER = """
 import ctypes, fcntl, os, socket, struct, sys
 fcntl.ioctl(socket.socket(), 0x8914, struct.pack("16sh14x", b"lo", 1))
-root, keep = sys.argv[1], {0, 1, 3, 5, 6, 7}  # CHOWN DAC_OVERRIDE FOWNER KILL SETGID SETUID
+root, uid = sys.argv[1], int(sys.argv[2])
+keep = set() if uid else {0, 1, 3, 5, 6, 7}  # CHOWN DAC_OVERRIDE FOWNER KILL SETGID SETUID
 libc = ctypes.CDLL(None, use_errno=True)
 def mount(what, at, kind, flags=0, data=None):
     if libc.mount(what.encode(), (root + at).encode(), kind.encode(), flags, data and data.encode()):
@@ -36,7 +37,7 @@ mount("proc", "/proc", "proc")
 mount("shm", "/dev/shm", "tmpfs", 6, "mode=1777")
 mount("devpts", "/dev/pts", "devpts", 10, "newinstance,ptmxmode=0666,mode=620,gid=5")
 mount("mqueue", "/dev/mqueue", "mqueue", 6)
-mount("run", "/.rlsandbox-run", "tmpfs", 6, "mode=0755")
+mount("run", "/.rlsandbox-run", "tmpfs", 6, "mode=0777")
 os.chroot(root)
 os.chdir("/")
 libc.prctl(38, 1, 0, 0, 0)
@@ -44,7 +45,11 @@ for cap in range(64):
     if cap not in keep:
         libc.prctl(24, cap, 0, 0, 0)
 os.closerange(3, 1000)
-os.execve("/.rlsandbox/keeper", ["/.rlsandbox/keeper", "init", *sys.argv[2:]], {"PATH": "/usr/bin:/usr/sbin"})
+if uid:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+os.execve("/.rlsandbox/keeper", ["/.rlsandbox/keeper", "init", *sys.argv[3:]], {"PATH": "/usr/bin:/usr/sbin"})
 """
 UNSHARE = ["unshare", "--mount", "--pid", "--ipc", "--net", "--uts", "--fork", "--kill-child"]
 
@@ -83,26 +88,41 @@ def image_root(root: Path, extra: Sequence[bytes] = (), *, count: int = 5200) ->
 
 
 class Rightless(Container):
-    def __init__(self, process: subprocess.Popen[bytes], root: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], root: Path, uid: int) -> None:
+        self.uid = uid
         super().__init__(process, root, Path("/.rlsandbox/keeper"))
         self.run = Path("/.rlsandbox-run")
 
     def connect(self) -> list[str]:
-        return ["nsenter", "-t", str(self.pid), "-m", "-p", "-r", "/.rlsandbox/keeper", "connect"]
+        return [
+            "nsenter",
+            "-t",
+            str(self.pid),
+            "-m",
+            "-p",
+            "-r",
+            "-S",
+            str(self.uid),
+            "-G",
+            str(self.uid),
+            "/.rlsandbox/keeper",
+            "connect",
+        ]
 
 
 @asynccontextmanager
 async def rightless(
-    root: Path, *options: str, user: str | None = "1000", over: Sequence[Path] = ()
+    root: Path, *options: str, user: str | None = "1000", over: Sequence[Path] = (), uid: int = 0
 ) -> AsyncIterator[Rightless]:
-    """*over*: an overlay's lower, upper and work directories; else *root* is the root itself, and stays as it was left."""
+    """*over*: an overlay's lower, upper and work directories; else *root* is the root itself, and stays as it was left. *uid*:
+    the keeper's; none but root has any capability."""
     log = open(f"{root}.log", "wb+")
     if user is not None:
         options = ("--mode", "manifest", "--user", user, *options)
-    words = [*UNSHARE, sys.executable, "-c", ENTER, ":".join(map(str, (*over, root))), *options]
+    words = [*UNSHARE, sys.executable, "-c", ENTER, ":".join(map(str, (*over, root))), str(uid), *options]
     process = subprocess.Popen(words, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
-        made = Rightless(process, root)
+        made = Rightless(process, root, uid)
         for _ in range(1500):
             if process.poll() is not None:
                 raise RuntimeError(Path(f"{root}.log").read_text())
@@ -115,7 +135,7 @@ async def rightless(
         yield made
     finally:
         with contextlib.suppress(LookupError, OSError):
-            os.kill(Rightless(process, root).pid, 9)
+            os.kill(Rightless(process, root, uid).pid, 9)
         for _ in range(100):
             if process.poll() is not None:
                 break
@@ -137,7 +157,7 @@ def _image() -> Path:
 
 
 @asynccontextmanager
-async def pod_of_its_own(*options: str) -> AsyncIterator[Rightless]:
+async def pod_of_its_own(*options: str, uid: int = 0) -> AsyncIterator[Rightless]:
     """For keepers whose options a backend has made."""
     lower = await asyncio.to_thread(_image)
     place = Path(tempfile.mkdtemp(prefix="rls-container-", dir="/var/tmp"))
@@ -147,7 +167,7 @@ async def pod_of_its_own(*options: str) -> AsyncIterator[Rightless]:
         for directory in (*over, place / "root"):
             directory.mkdir()
             directory.chmod(0o755)
-        async with rightless(place / "root", *options, user=None, over=[lower, *over]) as made:
+        async with rightless(place / "root", *options, user=None, over=[lower, *over], uid=uid) as made:
             yield made
     finally:
         await asyncio.to_thread(shutil.rmtree, place)

@@ -390,6 +390,15 @@ static _Noreturn void run_program(struct inside *in, uint8_t *body)
         env_default(env, &v, "USER", "root");
         env_default(env, &v, "LOGNAME", "root");
         env_default(env, &v, "SHELL", "/bin/sh");
+    } else { /* the keeper is somebody without rights, and so are commands */
+        struct err none = {0};
+        char id[16];
+        path_join(id, sizeof id, "%u", (unsigned)geteuid());
+        bool known = user_find(in, id, &none) == 0;
+        env_default(env, &v, "HOME", known && *in->home ? in->home : "/");
+        env_default(env, &v, "USER", known ? in->name : "");
+        env_default(env, &v, "LOGNAME", known ? in->name : "");
+        env_default(env, &v, "SHELL", known ? in->shell : "");
     }
     exec_path(argv, env);
     fail(&e, errno, "start %.200s", argv[0]);
@@ -485,7 +494,7 @@ static _Noreturn void go(struct inside *given, const struct emsg *m, uint8_t *bo
         give_up(&in, &e);
     if (m->op == OP_SPAWN)
         run_program(&in, body);
-    in.above = inside_user && r <= 0 && tlv_get(body, n, TAG_FLAGS, 0) & AS_KEEPER;
+    in.above = (inside_user || geteuid() != 0) && r <= 0 && tlv_get(body, n, TAG_FLAGS, 0) & AS_KEEPER;
     if (!in.above && user_become(&in, &e) < 0)
         give_up(&in, &e);
     if (tlv_str(body, n, TAG_PATH, path, sizeof path) <= 0) {

@@ -12,7 +12,7 @@ struct inside {
     gid_t gid;
     char home[256], shell[256], name[64];
     bool has_user;
-    bool above; /* a file operation of the keeper itself, where commands are another user's */
+    bool above; /* a file operation of the keeper itself, where commands are another user's, or where it is one of no rights */
 };
 
 _Noreturn void give_up(struct inside *in, struct err *e);

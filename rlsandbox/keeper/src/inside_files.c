@@ -149,12 +149,12 @@ static int make_parents(char *path)
     return no;
 }
 
-static _Noreturn void make_dir(struct inside *in, const char *path, bool has_mode, mode_t mode, uint32_t flags, struct err *e)
+static _Noreturn void make_dir(struct inside *in, const char *path, bool has_mode, mode_t mode, uint32_t flags, int no, struct err *e)
 {
     struct buf reply = {0};
     struct stat st;
     if (mkdir(path, 0777) < 0 && (errno != EEXIST || flags & W_EXCLUSIVE || stat(path, &st) < 0 || !S_ISDIR(st.st_mode)))
-        refused(in, e, errno ? errno : ENOTDIR, "make directory", path);
+        refused(in, e, errno == ENOENT && no ? no : errno ? errno : ENOTDIR, "make directory", path);
     if (has_mode && chmod(path, mode) < 0)
         failed(in, e, "set the mode of", path);
     done(in, &reply);
@@ -196,7 +196,7 @@ static _Noreturn void write_path(struct inside *in, char *path, struct err *e)
     if (no == ENOSPC || no == EDQUOT)
         refused(in, e, no, "make the directories of", path);
     if (flags & W_DIRECTORY)
-        make_dir(in, path, has_mode, mode, flags, e);
+        make_dir(in, path, has_mode, mode, flags, no, e);
     if (flags & W_LINK)
         make_link(in, path, flags, e);
     int fd = open(path, O_WRONLY | O_CREAT | O_NONBLOCK | O_NOCTTY | O_CLOEXEC | (in->above ? O_NOFOLLOW : 0) | (flags & W_APPEND ? O_APPEND : 0) | (flags & W_EXCLUSIVE ? O_EXCL : 0), 0666);
@@ -230,6 +230,18 @@ static _Noreturn void write_path(struct inside *in, char *path, struct err *e)
     done(in, &reply);
 }
 
+/* Who has no more rights than what it removes cannot look into every directory; out of the way they can be put. */
+static bool aside(struct inside *in, const char *name)
+{
+    char to[64];
+    uint64_t any = 0;
+    int no = errno;
+    bool moved = in->above && geteuid() != 0 && (no == EACCES || no == EPERM) && syscall(SYS_getrandom, &any, sizeof any, 0) == sizeof any &&
+                 path_join(to, sizeof to, ".rls-removed-%016llx", (unsigned long long)any) == 0 && renameat(AT_FDCWD, name, AT_FDCWD, to) == 0;
+    errno = no;
+    return moved;
+}
+
 static _Noreturn void remove_path(struct inside *in, const char *path, struct err *e)
 {
     struct buf reply = {0};
@@ -237,7 +249,7 @@ static _Noreturn void remove_path(struct inside *in, const char *path, struct er
     uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
     if (lstat(path, &st) < 0)
         failed(in, e, "remove", path);
-    if ((flags & D_TREE ? remove_tree(AT_FDCWD, path) : S_ISDIR(st.st_mode) ? rmdir(path) : unlink(path)) < 0)
+    if ((flags & D_TREE ? remove_tree(AT_FDCWD, path) : S_ISDIR(st.st_mode) ? rmdir(path) : unlink(path)) < 0 && !aside(in, path))
         failed(in, e, "remove", path);
     done(in, &reply);
 }
@@ -255,6 +267,9 @@ static char *walk(char *path, bool parents, struct err *e)
             fail(e, errno, "make directory %.200s", s);
             return NULL;
         }
+        struct stat st;
+        if (lstat(s, &st) == 0 && S_ISDIR(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 0700) != 0700)
+            (void)chmod(s, (st.st_mode & 07777) | 0700); /* its owner closed it, and its owner opens it */
         int fd = open(s, O_PATH | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
         if (fd < 0 || fchdir(fd) < 0) {
             fail(e, errno, "enter directory %.200s", s);
@@ -269,8 +284,15 @@ static char *walk(char *path, bool parents, struct err *e)
 _Noreturn void file_op(struct inside *in, uint32_t op, char *path, struct err *e)
 {
     uint32_t flags = (uint32_t)tlv_get(in->p, in->n, TAG_FLAGS, 0);
-    if (in->above && (op == OP_LIST || (op == OP_WRITE && flags & W_DIRECTORY)))
+    char room[PATH_MAX + 4];
+    if (in->above && op == OP_WRITE && flags & W_DIRECTORY)
         refused(in, e, EOPNOTSUPP, "work as the keeper on", path);
+    if (in->above && op == OP_LIST) {
+        path_join(room, sizeof room, "%s/-", path); /* so that it is entered */
+        if (!walk(room, false, e))
+            give_up(in, e);
+        list_dir(in, ".", e);
+    }
     if (in->above && !(path = walk(path, op == OP_WRITE && flags & W_PARENTS, e)))
         give_up(in, e);
     switch (op) {

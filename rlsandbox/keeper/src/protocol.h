@@ -49,7 +49,7 @@ enum rls_exit_flag { X_TIMED_OUT = 1, X_OOM = 2, X_CANCELLED = 4 };
 enum rls_read_flag { R_LINK = 1, R_SPARSE = 2 };
 enum rls_write_flag { W_APPEND = 1, W_PARENTS = 2, W_EXCLUSIVE = 4, W_DIRECTORY = 8, W_LINK = 16 };
 enum rls_remove_flag { D_TREE = 1 };
-enum rls_file_flag { AS_KEEPER = 256 }; /* READ, WRITE, STAT, REMOVE: not as a command would */
+enum rls_file_flag { AS_KEEPER = 256 }; /* READ, WRITE, LIST, STAT, REMOVE: not as a command would */
 enum rls_outside_flag { O_BASELINE = 1 };
 enum rls_seal_flag { SEAL_KILL = 1 };
 enum rls_export_flag { EXPORT_ALL = 1 };

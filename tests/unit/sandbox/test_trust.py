@@ -28,7 +28,7 @@ def trust(
     workdir: str = "/work", *, client: Any = None, env: dict[str, str] | None = None, **how: Any
 ) -> Trust:
     sandbox: Any = SimpleNamespace(
-        primed="p1", workdir=workdir, spec=Spec(env=env or {}, expose=("/data/tools", "python")), base_env={},
+        primed="p1", reset_mode="overlay", workdir=workdir, spec=Spec(env=env or {}, expose=("/data/tools", "python")), base_env={},
         path=lambda place: f"{workdir}/{place}" if not place.startswith("/") else place,
         client=client or Client({}, {}),
     )  # fmt: skip
