@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from contextlib import AbstractContextManager
+from typing import Any
 
 
 def outside() -> AbstractContextManager[None]:
@@ -14,3 +15,17 @@ def outside() -> AbstractContextManager[None]:
     """
     hold = getattr(asyncio.get_running_loop(), "hold", None)
     return contextlib.nullcontext() if hold is None else hold()
+
+
+async def see_through(*work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
+    """Wait for the end of *work*, whoever cancels the wait: what it holds would be nobody's.
+
+    The last cancellation is returned, to be raised when all is put away. What *work* raised stays in it.
+    """
+    cancelled = None
+    while any(not future.done() for future in work):
+        try:
+            await asyncio.wait(work)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled

@@ -9,10 +9,12 @@ is not waited out like this: its deadline ends the wait, for itself and for thos
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .._loops import see_through
 from ..errors import ClaimTimeoutError, ConfigError, SandboxError
 from .model import State
 
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from ..sandbox import AsyncSandbox, AsyncSnapshot
     from .lending import Lease
     from .pool import AsyncPool
+
+log = logging.getLogger("rlsandbox.pool")
 
 
 @dataclass(eq=False)
@@ -68,16 +72,23 @@ class Forks:
         )
         self._waiting.append(fork)
         stuck = asyncio.ensure_future(self._pool.driver.until(lambda: self._stuck(fork), None))
-        refused = False
+        refused, cancelled = False, None
         try:
             await asyncio.wait({collecting, stuck}, return_when=asyncio.FIRST_COMPLETED)
             refused = not collecting.done()
+        except asyncio.CancelledError as error:
+            cancelled = error
         finally:
             self._waiting.remove(fork)
             stuck.cancel()
             if not collecting.done():
                 collecting.cancel()
-            await asyncio.gather(collecting, stuck, return_exceptions=True)
+        cancelled = await see_through(collecting, stuck) or cancelled
+        if cancelled is not None:
+            # Perhaps in the very turn in which they were all there: then nobody will ever see them.
+            if not collecting.cancelled() and collecting.exception() is None:
+                await _back(collecting.result())
+            raise cancelled
         if refused and (collecting.cancelled() or collecting.exception() is not None):
             raise self._refusal(fork, snapshot)
         return collecting.result()
@@ -143,18 +154,30 @@ async def _all_or_none(
         return sandbox
 
     claims = [asyncio.ensure_future(one()) for _ in range(n)]
-    whole = False
+    whole, cancelled = False, None
     try:
         await asyncio.wait(claims, return_when=asyncio.FIRST_EXCEPTION)
         whole = all(c.done() and not c.cancelled() and c.exception() is None for c in claims)
-    finally:
-        if not whole:
-            for claim in claims:
-                claim.cancel()
-            await asyncio.gather(*claims, return_exceptions=True)
-            for sandbox in had:
-                await sandbox.release()
+    except asyncio.CancelledError as error:
+        cancelled = error
+    if not whole:
+        for claim in claims:
+            claim.cancel()
+        cancelled = await see_through(*claims) or cancelled
+        cancelled = await _back(had) or cancelled
+    if cancelled is not None:
+        raise cancelled
     for claim in claims:
-        if not claim.cancelled() and (error := claim.exception()) is not None:
-            raise error
+        if not claim.cancelled() and (failed := claim.exception()) is not None:
+            raise failed
     return [claim.result() for claim in claims]
+
+
+async def _back(sandboxes: list[AsyncSandbox]) -> asyncio.CancelledError | None:
+    """Give them all back, whoever cancels us meanwhile."""
+    releases = [asyncio.ensure_future(sandbox.release()) for sandbox in sandboxes]
+    cancelled = await see_through(*releases)
+    for release in releases:
+        if not release.cancelled() and (failed := release.exception()) is not None:
+            log.warning("a fork that nobody wanted could not be given back: %s", failed)
+    return cancelled
