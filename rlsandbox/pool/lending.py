@@ -323,6 +323,9 @@ class Lender:
                 "its files could not be saved: it goes on as it is", kind="layer_copy", phase="command",
                 hint="the warning before says why", sandbox=sandbox.id, task=sandbox.task.id,
             )  # fmt: skip
+        if lease.over:  # released while its files were saved: nobody else knows of them
+            self._drop(snapshot)
+            raise SandboxStateError("the sandbox was released meanwhile", sandbox=sandbox.id)
         lease.asleep = snapshot
         self._pool.driver.release(lease.claim)
 
@@ -339,6 +342,9 @@ class Lender:
 
     async def _moved(self, sandbox: AsyncSandbox, lease: Lease, claim: PoolClaim, held: Held) -> None:
         """The sandbox lives in another member from now on."""
+        if lease.over:  # released while it waited: nobody else knows of what it was given since
+            self._pool.driver.release(claim)
+            raise SandboxStateError("the sandbox was released meanwhile", sandbox=sandbox.id)
         lease.claim, lease.member = claim, claim.member or ""
         held.task = lease.task
         sandbox.id = held.member.id
