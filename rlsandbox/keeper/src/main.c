@@ -1,7 +1,9 @@
 /* keeper: starts episodes, runs commands, resets, reports residue. docs/protocol.md says how it is spoken to. */
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "cgroups.h"
@@ -31,8 +33,24 @@ static int usage(void)
     return 2;
 }
 
+/* What the one that started us ignores or blocks is no business of ours: with SIGCHLD ignored (daemons, `trap '' CHLD`)
+ * children vanish unseen, and no wait for one ever succeeds. */
+static void own_signals(void)
+{
+    sigset_t none;
+    const unsigned long dfl[4] = {0}; /* as the kernel has them: a libc keeps some for itself */
+    sigemptyset(&none);
+    sigprocmask(SIG_SETMASK, &none, NULL);
+    for (int s = 1; s < 65; s++) {
+        unsigned long had[4] = {0};
+        if (syscall(SYS_rt_sigaction, s, NULL, had, sizeof had[0]) == 0 && had[0] == (unsigned long)SIG_IGN)
+            syscall(SYS_rt_sigaction, s, dfl, NULL, sizeof dfl[0]);
+    }
+}
+
 int main(int argc, char **argv)
 {
+    own_signals();
     if (argc == 2 && strcmp(argv[1], "version") == 0) {
         printf("keeper protocol=%d hash=%s\n", RLS_VERSION, RLS_HASH);
         return 0;
