@@ -147,7 +147,7 @@ class Operations(Watching):
         self.held[name] = held
         link: Any = held.link
         if hasattr(link, "sources"):
-            link.sources, link.lost_layer = self._layer_at, self._layer_lost
+            link.sources, link.lost_layer, link.below = self._layer_at, self._layer_lost, self._primed_below
         held.link.on_lost(lambda error: self._lost(name, error))
         self.tell(self.core.provisioned, name, once=held.link.mode == "replace")
 
@@ -155,6 +155,14 @@ class Operations(Watching):
         """Links to the members that have the layer."""
         links = (held.link for held in self.held.values())
         return [link for link in links if getattr(link, "has", lambda _: False)(layer)]
+
+    def _primed_below(self, layer: str) -> str | None:
+        known = self.core.layers.get(layer)
+        while known is not None and known.parent is not None:
+            known = self.core.layers.get(known.parent)
+            if known is not None and not known.pinned:
+                return known.name
+        return None
 
     def _layer_lost(self, layer: str) -> bool:
         links = (held.link for held in self.held.values())

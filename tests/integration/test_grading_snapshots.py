@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import rlsandbox as rls
-from rlsandbox.backends import Local
+from rlsandbox.backends import Capabilities, Local, Member
 
 RIGHT = "grep -q right answer.txt"
 FAKE = "printf '#!/bin/sh\\nexit 0\\n' >/usr/bin/grep; chmod 755 /usr/bin/grep"
@@ -102,3 +103,31 @@ def test_an_attempt_that_goes_on_from_a_checkpoint(pool: rls.Pool) -> None:
 
     [record] = pool.run_rollouts([task()], policy, progress=False).records
     assert (record.status, record.attempts, record.reward) == ("completed", 2, 0.0)
+
+
+class Apart(Local):
+    """Places that share nothing: layers are brought from one to the other, all that lies below them in one."""
+
+    async def capabilities(self) -> Capabilities:
+        return replace(await super().capabilities(), shared_layers=False)
+
+    async def give_layer(self, layer: str, member: Member) -> bool:
+        return False
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_fork_in_another_place_is_compared_with_the_primed_state_too(tmp_path: Path, depth: int) -> None:
+    with (
+        rls.Pool(Apart(), size=1, max_size=3, config=False, ledger=tmp_path / "l.db") as pool,
+        pool.claim(task(), timeout=LONG) as sandbox,
+    ):
+        sandbox.run(FAKE + "; echo mine >/opt/setting").check()
+        for _ in range(depth):
+            snapshot = sandbox.snapshot()
+        with snapshot.fork(1, timeout=LONG) as (wrong,):
+            outcome = wrong.grade()
+        assert outcome.reward == 0.0 and "/usr/bin/grep" in outcome.put_back
+        sandbox.run("echo theirs >/opt/setting; echo right answer >answer.txt").check()
+        with sandbox.snapshot().fork(1, timeout=LONG) as (right,):
+            assert right.grade().reward == 1.0
