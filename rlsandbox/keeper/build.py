@@ -30,8 +30,16 @@ ZIG = "ziglang"
 _SAME = {"amd64": "x86_64", "arm64": "aarch64"}
 
 _FLAGS = ("-std=c11", "-D_GNU_SOURCE", "-Wall", "-Wextra", "-fno-strict-aliasing")
-_RELEASE = ("-Os", "-static", "-s", "-ffunction-sections", "-fdata-sections", "-Wl,--gc-sections")
-_RELEASE += ("-fno-unwind-tables", "-fno-asynchronous-unwind-tables")  # a tenth, and nothing unwinds
+_RELEASE = (
+    "-Os",
+    "-static",
+    "-s",
+    "-ffunction-sections",
+    "-fdata-sections",
+    "-Wl,--gc-sections",
+    "-fno-unwind-tables",  # a tenth of the size, and nothing unwinds
+    "-fno-asynchronous-unwind-tables",
+)
 Variant = Literal["release", "skip", "asan"]
 VARIANTS: dict[Variant, tuple[str, ...]] = {
     "release": _RELEASE,

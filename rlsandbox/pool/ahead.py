@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
+from .._loops import see_through
 from .._sandbox.host import Live
 from ..errors import ClaimTimeoutError
 
@@ -26,14 +27,16 @@ class Need:
         return ahead is None or ahead.needed is not None
 
 
-class AsyncClaim(Live, Need):
+class AsyncClaim(Live):
     """A claim under way. Whoever drops it must :meth:`cancel` it."""
 
     def __init__(self, pool: Claiming, task: Task | AsyncSnapshot) -> None:
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._taken = False
-        self._task = self._loop.create_task(pool._claim(task, ahead=self))
+        # Apart from us: the pool remembers it as long as the sandbox is claimed, which we hold.
+        self._need = Need()
+        self._task = self._loop.create_task(pool._claim(task, ahead=self._need))
         self._task.add_done_callback(_seen)
 
     def done(self) -> bool:
@@ -46,8 +49,8 @@ class AsyncClaim(Live, Need):
         Raises:
             ClaimTimeoutError: not within *timeout* seconds; the claim goes on.
         """
-        if self.needed is None:
-            self.needed = self._loop.time()
+        if self._need.needed is None:
+            self._need.needed = self._loop.time()
         await asyncio.wait({self._task}, timeout=timeout)
         if not self._task.done():
             raise ClaimTimeoutError(f"no sandbox within {timeout:g} s of result(); the claim goes on")
@@ -60,9 +63,14 @@ class AsyncClaim(Live, Need):
             return False
         self._taken = True
         self._task.cancel()
-        await asyncio.wait({self._task})
+        # Nobody else knows of its sandbox by now: whoever cancels us waits until that is given back.
+        cancelled = await see_through(self._task)
         if not self._task.cancelled() and self._task.exception() is None:
-            await self._task.result().release()
+            release = asyncio.ensure_future(self._task.result().release())
+            cancelled = await see_through(release) or cancelled
+            release.result()
+        if cancelled is not None:
+            raise cancelled
         return True
 
 
