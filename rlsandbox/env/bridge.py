@@ -46,10 +46,14 @@ class Bridge:
         self._closed = False
         self._pid = os.getpid()
 
-    @property
-    def pool(self) -> Any:
+    def check(self) -> None:
+        """Raise if the environment is closed; opens nothing."""
         if self._closed:
             raise PoolClosedError("this environment is closed", hint="make a new one")
+
+    @property
+    def pool(self) -> Any:
+        self.check()
         if self._pool is None:
             from .. import Pool
 

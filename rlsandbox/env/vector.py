@@ -126,6 +126,7 @@ class SandboxVectorEnv(VectorEnv[Any, Any, Any]):
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
         """A command (or the submission) for each; with NEXT_STEP, ended ones are reset instead."""
+        self._bridge.check()  # before what its episodes are in: nobody can reset them any more
         commands = self._commands(actions)
         rules, lanes = self._rules, self._lanes
         resets = [i for i, lane in enumerate(lanes) if lane.ended]

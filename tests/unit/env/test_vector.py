@@ -249,15 +249,16 @@ def test_transcripts(pool: DoublePool) -> None:
     envs.close()
 
 
-def test_closing(pool: DoublePool) -> None:
-    envs = make(pool, 2)
+@pytest.mark.parametrize("mode", list(AutoresetMode))
+def test_closing(pool: DoublePool, mode: AutoresetMode) -> None:
+    envs = make(pool, 2, autoreset_mode=mode)
     envs.reset(seed=0)
     envs.close()
     envs.close()
     assert not pool.held
     assert not pool.closed
     for use in (envs.reset, lambda: envs.step(["x", "x"])):
-        with pytest.raises((PoolClosedError, SandboxStateError)):
+        with pytest.raises(PoolClosedError, match="environment is closed"):
             use()
     assert statuses(pool.records()) == ["cancelled", "cancelled"]
 
