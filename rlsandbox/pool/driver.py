@@ -240,6 +240,10 @@ class Driver(Operations):
             case "leaving" | "staying":
                 self.tell(lambda now: core.unwanted(name, why if what == "leaving" else "", now))
 
+    def forget(self, layer: str) -> None:
+        """Have a layer dropped that the core never knew."""
+        self._spawn(self._drop_layer(layer), f"drop layer {layer}")
+
     def is_here(self) -> bool:
         """Whether this is the event loop that it runs on."""
         return asyncio.get_running_loop() is self._loop

@@ -245,6 +245,9 @@ class Lender:
             await sandbox.client.outside_remove(sandbox.path(path))
         try:
             size = await seal(sandbox, layer, kill=kill)
+        except asyncio.CancelledError:
+            self._unwanted(sandbox, layer)
+            raise
         finally:
             if credentials is not None:
                 await _place(sandbox, credentials)
@@ -256,6 +259,15 @@ class Lender:
             self._drop(snapshot)
             raise
         return snapshot
+
+    def _unwanted(self, sandbox: AsyncSandbox, layer: str) -> None:
+        """The sealing of *layer* was cancelled and has ended: perhaps there is one that nobody knows."""
+        driver = self._pool.driver
+        held = driver.held.get(_held(sandbox).member)
+        holds = getattr(held.link, "holds", None) if held is not None else None
+        if holds is not None:
+            holds(layer)
+            driver.forget(layer)
 
     async def _keep(self, snapshot: AsyncSnapshot, held: Held | None) -> None:
         """Have its layer kept outside, where the backend does that; one that cannot be written is told of."""
