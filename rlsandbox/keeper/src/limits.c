@@ -169,7 +169,8 @@ out:
     fd_close(&dir);
 }
 
-/* The running command that used most when we last looked; NULL when none runs. */
+/* The running command that used most when we last looked, of several the last one that began: what fills the memory between
+ * two looks is seldom what had run before. NULL when none runs. */
 static struct chan *guilty(struct keeper *k, size_t *running)
 {
     struct chan *most = NULL;
@@ -178,7 +179,7 @@ static struct chan *guilty(struct keeper *k, size_t *running)
         for (struct chan *c = k->chans[i]; c; c = c->next)
             if (c->op == OP_SPAWN && c->started && !c->ended) {
                 ++*running;
-                if (!most || c->used_bytes > most->used_bytes)
+                if (!most || c->used_bytes > most->used_bytes || (c->used_bytes == most->used_bytes && c->started_ns > most->started_ns))
                     most = c;
             }
     return most;
