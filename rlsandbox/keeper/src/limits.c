@@ -158,10 +158,14 @@ static void look(struct keeper *k, struct look *l)
             for (size_t j = 0; j < ps.n; j++)
                 ps.p[j].in = false;
             procs_mark_tree(&ps, procs_number(k, c->pidfd, c->pid));
+            uint64_t was = c->used_bytes;
             c->used_bytes = 0;
             for (size_t j = 0; j < ps.n; j++)
                 if (ps.p[j].in)
                     c->used_bytes += bytes[j];
+            /* what the kernel has just killed holds nothing any more, and is still the one that had it */
+            if (k->lim.memory_cg && c->used_bytes < was - was / 8)
+                c->used_bytes = was - was / 8;
         }
     free(bytes);
 out:
