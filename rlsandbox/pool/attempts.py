@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .._loops import see_through
 from ..errors import (
     ClaimTimeoutError,
     ConfigError,
@@ -330,12 +331,7 @@ class Chain:
     async def _quietly(self, work: Coroutine[Any, Any, Any], what: str) -> None:
         """See *work* through, whoever cancels us meanwhile; its failure is noted and changes no record."""
         task = asyncio.ensure_future(work)
-        cancelled = None
-        while not task.done():
-            try:
-                await asyncio.wait({task})
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await see_through(task)
         failed = None if task.cancelled() else task.exception()
         if failed is not None:
             log.warning("rollout %s: could not %s: %s", self.entry.id, what, cause_of(failed))

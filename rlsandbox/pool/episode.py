@@ -25,6 +25,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .._loops import see_through
 from ..errors import ConfigError, PoolClosedError, SandboxStateError, UnsupportedError
 from ..hooks import Rollout
 from ..ledger.failures import cause_of, jsonable
@@ -283,12 +284,7 @@ class Episode:
         if sandbox is None:
             return
         release = asyncio.ensure_future(sandbox.release(discard=discard))
-        cancelled: asyncio.CancelledError | None = None
-        while not release.done():  # whoever cancels us: a sandbox half given back would be nobody's
-            try:
-                await asyncio.wait({release})
-            except asyncio.CancelledError as error:
-                cancelled = error
+        cancelled = await see_through(release)
         failed = None if release.cancelled() else release.exception()
         if failed is not None:
             log.warning("sandbox %s could not be given back: %s", sandbox.id, failed)
