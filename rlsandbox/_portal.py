@@ -55,13 +55,18 @@ class _Job:
 
     def finished(self, task: asyncio.Task[Any]) -> None:
         if task.cancelled():
-            self.error = asyncio.CancelledError()
+            self.end(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.end(error)
         else:
-            self.error = task.exception()
-            if self.error is None:
-                self.result = task.result()
+            self.result = task.result()
+            self.end(None)
+
+    def end(self, error: BaseException | None) -> None:
+        """Whoever waits goes on, with *error* or the result. Only the first end counts."""
         self.task = None
-        if not self.over:  # else the loop has broken, and whoever waited knows
+        if not self.over:
+            self.error = error
             self.over = True
             self.done.release()
 
@@ -120,17 +125,12 @@ class Portal:
             self._jobs.clear()
         _open.discard(self)
         for job in waiting:
-            if not job.over:
-                job.error = PoolClosedError(self._why(), kind="broken")
-                job.over = True
-                job.done.release()
+            job.end(self._refusal())
 
-    def _why(self) -> str:
-        return (
-            f"the pool is closed: its event loop broke ({self.broken})"
-            if self.broken
-            else "the pool is closed"
-        )
+    def _refusal(self) -> PoolClosedError:
+        if self.broken:
+            return PoolClosedError(f"the pool is closed: its event loop broke ({self.broken})", kind="broken")
+        return PoolClosedError("the pool is closed")
 
     def _ended(self) -> None:
         with self._bell_lock:
@@ -151,7 +151,7 @@ class Portal:
                 hint="make the pool in the child, or hand it pool.ref and use Pool.connect(ref)",
             )
         if self._closed:
-            raise PoolClosedError(self._why(), kind="broken" if self.broken else None)
+            raise self._refusal()
         if threading.get_ident() in (self._thread.ident, self.loop.runner):
             raise RuntimeError(
                 "a synchronous call from inside the pool's own event loop would wait for itself; "
@@ -235,7 +235,7 @@ class Portal:
     def _submit(self, job: _Job) -> None:
         with self._lock:
             if self._closed:
-                raise PoolClosedError(self._why(), kind="broken" if self.broken else None)
+                raise self._refusal()
             self._jobs.append(job)
             job.submitted = True
             # One wake-up for any number of jobs that came meanwhile.
@@ -332,8 +332,7 @@ class Portal:
     def _shutdown(self, waiting: list[_Job]) -> None:
         for job in waiting:
             job.coro.close()
-            job.error = PoolClosedError("the pool was closed before this call ran")
-            job.done.release()
+            job.end(PoolClosedError("the pool was closed before this call ran"))
         tasks = asyncio.all_tasks(self.loop)
         for task in tasks:
             task.cancel()
