@@ -104,18 +104,28 @@ class Cluster:
                 await watch.close()
         await self.lease.end()
 
-    async def _look(self) -> str:
-        """Whether the namespace is there, and its Pod Security level (empty: unknown)."""
+    async def _found(self, path: str, missing: ConfigError, **how: Any) -> JSON | None:
+        """What is at *path*; None when we may not look: then it is told when it is needed.
+
+        Raises:
+            ConfigError: *missing*, when there is nothing.
+        """
         try:
-            found = await self.api.get(self.paths.namespace, timeout=15)
+            return await self.api.get(path, **how)
         except ApiError as error:
             if error.status == 404:
-                raise ConfigError(
-                    f"{self.api.where} has no namespace {self.api.namespace!r}",
-                    hint="Kubernetes(namespace=...)",
-                ) from error
+                raise missing from error
             if error.status != 403:
                 raise
+            return None
+
+    async def _look(self) -> str:
+        """Whether the namespace is there, and its Pod Security level (empty: unknown)."""
+        missing = ConfigError(
+            f"{self.api.where} has no namespace {self.api.namespace!r}", hint="Kubernetes(namespace=...)"
+        )
+        found = await self._found(self.paths.namespace, missing, timeout=15)
+        if found is None:
             return ""  # this right is only a convenience
         return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
 
@@ -126,16 +136,12 @@ class Cluster:
         """
         if name is None:
             return
-        try:
-            await self.api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{name}")
-        except ApiError as error:
-            if error.status == 404:
-                raise ConfigError(
-                    f"{self.api.where} has no RuntimeClass {name!r}",
-                    kind="no_runtime_class", hint="kubectl get runtimeclasses",
-                ) from error  # fmt: skip
-            if error.status != 403:
-                raise
+        missing = ConfigError(
+            f"{self.api.where} has no RuntimeClass {name!r}",
+            kind="no_runtime_class",
+            hint="kubectl get runtimeclasses",
+        )
+        await self._found(f"/apis/node.k8s.io/v1/runtimeclasses/{name}", missing)
 
     async def _has_secret(self, name: str) -> None:
         """
@@ -143,17 +149,12 @@ class Cluster:
             ConfigError: there is none of that name: kubelets pull without it, and only tell a refusal.
                 Who may not look (our own role does not let one) hears of it from the first pod.
         """
-        try:
-            await self.api.get(f"{self.paths.namespace}/secrets/{name}")
-        except ApiError as error:
-            if error.status == 404:
-                raise ConfigError(
-                    f"namespace {self.api.namespace!r} has no Secret {name!r} to pull images with",
-                    kind="no_pull_secret",
-                    hint=f"kubectl -n {self.api.namespace} create secret docker-registry {name} ...",
-                ) from error
-            if error.status != 403:
-                raise
+        missing = ConfigError(
+            f"namespace {self.api.namespace!r} has no Secret {name!r} to pull images with",
+            kind="no_pull_secret",
+            hint=f"kubectl -n {self.api.namespace} create secret docker-registry {name} ...",
+        )
+        await self._found(f"{self.paths.namespace}/secrets/{name}", missing)
 
     async def _has_crds(self, named: bool) -> bool:
         try:
