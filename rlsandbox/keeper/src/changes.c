@@ -166,6 +166,19 @@ static void at_target(struct diff *d, const char *target)
         _exit(1);
 }
 
+size_t changes_below(struct worker *w, char *only, size_t cap)
+{
+    struct err e = {0};
+    int n = tlv_str(w->p, w->n, TAG_PATH, only, cap);
+    while (n > 0 && only[n - 1] == '/')
+        only[--n] = 0;
+    if (n == -2 || (n > 0 && only[0] != '/')) {
+        fail(&e, EINVAL, "list changes: an absolute path is wanted");
+        worker_fail(w, &e);
+    }
+    return n > 0 ? (size_t)n : 0;
+}
+
 void work_changes(struct worker *w)
 {
     struct err e = {0};
@@ -173,14 +186,7 @@ void work_changes(struct worker *w)
     char only[4096], path[64];
     uint16_t above[MAX_CHAIN];
     struct diff d = {.w = w, .view = -1, .only = only, .limit = tlv_get(w->p, w->n, TAG_LIMIT, UINT64_MAX)};
-    int n = tlv_str(w->p, w->n, TAG_PATH, only, sizeof only);
-    while (n > 0 && only[n - 1] == '/')
-        only[--n] = 0;
-    if (n == -2 || (n > 0 && only[0] != '/')) {
-        fail(&e, EINVAL, "list changes: an absolute path is wanted");
-        worker_fail(w, &e);
-    }
-    d.only_len = n > 0 ? (size_t)n : 0;
+    d.only_len = changes_below(w, only, sizeof only);
     int view = w->k->root_fd; /* of the episode */
     unsigned more = stand_since(w, above);
     int below = view_below(w->k, &e);

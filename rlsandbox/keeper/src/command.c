@@ -359,7 +359,7 @@ static bool request(struct chan *c)
         if (k->set.manifest) {
             struct err e = {0};
             uint32_t id = c->id;
-            if (manifest_restore(k, c->msg.p, c->msg.len, &e) < 0)
+            if (manifest_restore(c->msg.p, c->msg.len, &e) < 0)
                 chan_refuse(c, e.no, e.what);
             else {
                 chan_free(c);

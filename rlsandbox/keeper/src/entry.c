@@ -9,7 +9,7 @@ int entry_put(struct buf *b, char kind, const struct stat *st, const char *name,
 {
     uint8_t h[ENTRY_HEAD] = {(uint8_t)kind};
     if (st) {
-        uint64_t mtime = (uint64_t)st->st_mtim.tv_sec * 1000000000u + (uint64_t)st->st_mtim.tv_nsec, size = (uint64_t)st->st_size;
+        uint64_t mtime = time_ns(st->st_mtim), size = (uint64_t)st->st_size;
         set_u32(h + 1, st->st_mode & 07777);
         set_u32(h + 5, st->st_uid);
         set_u32(h + 9, st->st_gid);

@@ -21,8 +21,6 @@
 
 const char *const ns_names[NS_KINDS] = {"pid", "mnt", "ipc", "net", "uts", "user", "cgroup", "time"};
 
-enum { MQUEUE_MAGIC = 0x19800202 };
-
 static int init_dir(struct keeper *k)
 {
     char name[16];
@@ -385,7 +383,7 @@ int mqueue_open(struct keeper *k)
 {
     struct statfs fs;
     int fd = k_open_in(k->root_fd, "dev/mqueue", O_RDONLY | O_DIRECTORY, K_RESOLVE_IN_ROOT | K_RESOLVE_NO_SYMLINKS);
-    if (fd >= 0 && (fstatfs(fd, &fs) < 0 || fs.f_type != MQUEUE_MAGIC))
+    if (fd >= 0 && (fstatfs(fd, &fs) < 0 || fs.f_type != K_MQUEUE_MAGIC))
         fd_close(&fd);
     return fd;
 }

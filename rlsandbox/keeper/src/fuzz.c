@@ -41,7 +41,7 @@ bool facts_here(struct keeper *k, struct buf *text)
 void standby_settle(struct keeper *k) { (void)k; }
 bool standby_lost(int sock) { (void)sock; return false; }
 bool standby_take(struct chan *c, const struct ereq *r) { (void)c; (void)r; return false; }
-int manifest_restore(struct keeper *k, const uint8_t *p, size_t n, struct err *e) { (void)k; (void)p; (void)n; return fail(e, ENOENT, "restore"); }
+int manifest_restore(const uint8_t *p, size_t n, struct err *e) { (void)p; (void)n; return fail(e, ENOENT, "restore"); }
 void manifest_changes(struct worker *w) { (void)w; _exit(1); }
 void standby_told(struct keeper *k, const struct emsg *m, int pidfd) { (void)k; (void)m; fd_close(&pidfd); }
 bool tree_gone(struct chan *c) { (void)c; return true; }

@@ -15,11 +15,6 @@
 
 enum { DEPTH = 200, MANY = 8 << 20 };
 
-static uint64_t ns(struct timespec t)
-{
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
-}
-
 /* ---- every inode, in the order of their paths ---- */
 
 typedef int (*scan_fn)(void *arg, const char *path, int dir, const char *name, const struct stat *st);
@@ -35,7 +30,7 @@ struct scan {
 static bool foreign(int fd)
 {
     static const unsigned long none[] = {0x9fa0 /* proc */, 0x62656572 /* sysfs */, 0x27e0eb /* cgroup */, 0x63677270 /* cgroup2 */,
-                                         0x1cd1 /* devpts */, 0x19800202 /* mqueue: looked at by itself */};
+                                         0x1cd1 /* devpts */, K_MQUEUE_MAGIC /* looked at by itself */};
     struct statfs fs;
     struct statvfs v;
     if (fstatfs(fd, &fs) < 0 || fstatvfs(fd, &v) < 0)
@@ -161,8 +156,8 @@ static void mark_set(struct mark *k, const struct stat *st)
     k->ino = (uint64_t)st->st_ino;
     k->size = (uint64_t)st->st_size;
     k->nlink = (uint64_t)st->st_nlink;
-    k->mtime = ns(st->st_mtim);
-    k->ctime = ns(st->st_ctim);
+    k->mtime = time_ns(st->st_mtim);
+    k->ctime = time_ns(st->st_ctim);
 }
 
 struct making {
@@ -203,7 +198,7 @@ static bool map_tells(int fd)
         usleep(MANIFEST_TICK_US);
         if (fstat(fd, &before) == 0) {
             *p = (char)(c + 1);
-            told = fstat(fd, &after) == 0 && ns(after.st_ctim) != ns(before.st_ctim);
+            told = fstat(fd, &after) == 0 && time_ns(after.st_ctim) != time_ns(before.st_ctim);
         }
         munmap((void *)p, 1);
     }
@@ -353,7 +348,7 @@ static bool stored(mode_t mode)
 static bool same(const struct mark *k, const struct stat *st)
 {
     return k->dev == (uint64_t)st->st_dev && k->ino == (uint64_t)st->st_ino && k->mode == st->st_mode && k->uid == st->st_uid && k->gid == st->st_gid &&
-           (!stored(st->st_mode) || (k->mtime == ns(st->st_mtim) && (k->ctime == ns(st->st_ctim) || (!k->kept && S_ISDIR(st->st_mode))))) &&
+           (!stored(st->st_mode) || (k->mtime == time_ns(st->st_mtim) && (k->ctime == time_ns(st->st_ctim) || (!k->kept && S_ISDIR(st->st_mode))))) &&
            (S_ISDIR(st->st_mode) || (k->size == (uint64_t)st->st_size && k->nlink == (uint64_t)st->st_nlink));
 }
 

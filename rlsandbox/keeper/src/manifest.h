@@ -58,10 +58,10 @@ int manifest_begin(struct keeper *k, struct err *e);
 void manifest_end_all(struct keeper *k); /* of the commands' uid, wherever it hides */
 void manifest_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
 void manifest_seal(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n);
-void manifest_drop(struct keeper *k, const char *name);
+void manifest_drop(const char *name);
 void manifest_facts(struct worker *w);
 void manifest_changes(struct worker *w);
-int manifest_restore(struct keeper *k, const uint8_t *p, size_t n, struct err *e); /* OUTSIDE_REMOVE; in the keeper, whose list it changes */
+int manifest_restore(const uint8_t *p, size_t n, struct err *e); /* OUTSIDE_REMOVE; in the keeper, whose list it changes */
 int manifest_source(const char *path, bool baseline, char *out, size_t cap); /* where to read what is, or was, at `path` */
 
 #endif

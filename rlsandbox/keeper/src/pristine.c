@@ -197,7 +197,7 @@ static int settle(struct restore *r, struct err *e)
             (S_ISDIR(k->mode) || (uint64_t)st.st_size == k->size)) {
             k->dev = (uint64_t)st.st_dev;
             k->ino = (uint64_t)st.st_ino;
-            k->ctime = (uint64_t)st.st_ctim.tv_sec * 1000000000u + (uint64_t)st.st_ctim.tv_nsec;
+            k->ctime = time_ns(st.st_ctim);
         } else if (!e->no)
             fail(e, x < 0 ? errno : EIO, "put back %.200s", path);
         fd_close(&dir);

@@ -191,7 +191,7 @@ void op_drop_layer(struct keeper *k, uint32_t channel, const uint8_t *p, size_t 
     char name[LAYER_NAME];
     int slot = tlv_str(p, n, TAG_LAYER, name, sizeof name) > 0 ? layers_find(&k->layers, name) : -1;
     if (k->set.manifest)
-        manifest_drop(k, name);
+        manifest_drop(name);
     if (slot >= 0)
         k->layers.at[slot]->named = false; /* what stands on it keeps it */
     conn_send(&k->conn, T_REPLY, 0, channel, NULL, 0);

@@ -21,7 +21,7 @@
 #include "trees.h"
 #include "worker.h"
 
-enum { MAX_MANIFESTS = 256, KILL_MS = 10000, MQUEUE_MAGIC = 0x19800202 };
+enum { MAX_MANIFESTS = 256, KILL_MS = 10000 };
 
 static struct {
     struct manifest *at[MAX_MANIFESTS]; /* 0: the image */
@@ -124,7 +124,7 @@ static int queues(int (*fn)(void *arg, char kind, const char *path, const struct
     struct statfs fs;
     int r = 0;
     DIR *d = opendir("/dev/mqueue");
-    while (d && r == 0 && fstatfs(dirfd(d), &fs) == 0 && fs.f_type == MQUEUE_MAGIC && (x = readdir(d)))
+    while (d && r == 0 && fstatfs(dirfd(d), &fs) == 0 && fs.f_type == K_MQUEUE_MAGIC && (x = readdir(d)))
         if (x->d_name[0] != '.' && fstatat(dirfd(d), x->d_name, &st, AT_SYMLINK_NOFOLLOW) == 0 && path_join(path, sizeof path, "/dev/mqueue/%s", x->d_name) == 0)
             r = fn(arg, '+', path, &st, 0);
     if (d)
@@ -192,10 +192,9 @@ int manifest_begin(struct keeper *k, struct err *e)
     return list_add(k, "", e);
 }
 
-void manifest_drop(struct keeper *k, const char *name)
+void manifest_drop(const char *name)
 {
     int i = *name ? find(name) : -1;
-    (void)k;
     if (i <= 0)
         return;
     if ((unsigned)i == lists.now) { /* in use: only its name goes */
@@ -248,7 +247,7 @@ void manifest_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t
         lists.now = (unsigned)to;
         if (left != now() && left->name[0] == '\n') {
             left->name[1] = 0;
-            manifest_drop(k, left->name);
+            manifest_drop(left->name);
         }
         /* another list's inodes are not these: what it has copies of is put back whatever it is now */
         if (pristine_restore(now(), NULL, &e) == 0 && episode_start(k, &e) == 0 &&
@@ -392,19 +391,13 @@ void manifest_changes(struct worker *w)
     struct buf reply = {0};
     char only[4096] = "";
     uint64_t limit = tlv_get(w->p, w->n, TAG_LIMIT, UINT64_MAX), count = 0, bytes = 0;
-    int n = tlv_str(w->p, w->n, TAG_PATH, only, sizeof only);
-    while (n > 0 && only[n - 1] == '/')
-        only[--n] = 0;
-    if (n == -2 || (n > 0 && only[0] != '/')) {
-        fail(&e, EINVAL, "list changes: an absolute path is wanted");
-        worker_fail(w, &e);
-    }
+    size_t n = changes_below(w, only, sizeof only);
     if (changes_find(&c, &e) < 0)
         worker_fail(w, &e);
     for (size_t i = 0; i < c.n; i++) {
         struct change *x = &c.at[i];
         struct buf entry = {0};
-        if (!x->told || (n > 0 && (strncmp(x->path, only, (size_t)n) || (x->path[n] && x->path[n] != '/'))))
+        if (!x->told || (n > 0 && (strncmp(x->path, only, n) || (x->path[n] && x->path[n] != '/'))))
             continue;
         if (x->kind != '-' && S_ISREG(x->st.st_mode))
             bytes += (uint64_t)x->st.st_blocks * 512;
@@ -421,11 +414,10 @@ void manifest_changes(struct worker *w)
     worker_done(w, &reply);
 }
 
-int manifest_restore(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
+int manifest_restore(const uint8_t *p, size_t n, struct err *e)
 {
     char path[4096];
     struct stat st;
-    (void)k;
     int len = tlv_str(p, n, TAG_PATH, path, sizeof path);
     if (len < 2 || path[0] != '/' || path[len - 1] == '/')
         return fail(e, EINVAL, "restore: an absolute path without a slash at its end is wanted");

@@ -38,6 +38,7 @@ enum {
     K_RESOLVE_NO_SYMLINKS = 0x04,
     K_RESOLVE_BENEATH = 0x08,
     K_RESOLVE_IN_ROOT = 0x10,
+    K_MQUEUE_MAGIC = 0x19800202,
 };
 
 struct k_mount_attr {

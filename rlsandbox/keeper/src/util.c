@@ -332,9 +332,14 @@ ssize_t msg_recv(int sock, void *p, size_t n, int *fds, size_t *nfds)
     return r;
 }
 
+uint64_t time_ns(struct timespec t)
+{
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
 uint64_t now_ns(void)
 {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+    return time_ns(t);
 }

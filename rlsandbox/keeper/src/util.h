@@ -9,6 +9,7 @@
 #include <stddef.h>
 #include <stdint.h>
 #include <sys/types.h>
+#include <time.h>
 
 #define COUNT_OF(a) (sizeof(a) / sizeof((a)[0]))
 #define PRINTF(f, a) __attribute__((format(printf, f, a)))
@@ -64,6 +65,7 @@ int path_join(char *out, size_t cap, const char *fmt, ...) PRINTF(3, 4); /* -1 E
 ssize_t msg_send(int sock, const void *p, size_t n, const int *fds, size_t nfds); /* one seqpacket with descriptors */
 ssize_t msg_recv(int sock, void *p, size_t n, int *fds, size_t *nfds);             /* nfds: in room, out got */
 
+uint64_t time_ns(struct timespec t);
 uint64_t now_ns(void); /* monotonic */
 
 #endif

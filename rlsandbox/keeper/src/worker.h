@@ -37,6 +37,7 @@ void fact_end(struct worker *w);
 
 void work_inspect(struct worker *w);        /* facts.c */
 void work_changes(struct worker *w);        /* changes.c */
+size_t changes_below(struct worker *w, char *only, size_t cap); /* changes.c: what CHANGES was asked about; 0: all */
 void work_outside_read(struct worker *w);   /* outside.c */
 void work_outside_remove(struct worker *w); /* outside.c */
 void layers_facts(struct worker *w);        /* layers.c */
