@@ -73,6 +73,33 @@ class Container:
 
 
 @asynccontextmanager
+async def listening(made: Container, socket: str, log: Path, within_s: float) -> AsyncIterator[None]:
+    """From when its keeper listens at *socket* (below its /proc/PID) until its first process is gone."""
+    process = made.process
+    try:
+        for _ in range(round(within_s / 0.02)):
+            if process.poll() is not None:
+                raise RuntimeError(log.read_text())
+            with contextlib.suppress(LookupError, OSError):
+                if Path(f"/proc/{made.pid}/{socket}").exists():
+                    break
+            await asyncio.sleep(0.02)
+        else:
+            raise RuntimeError(f"keeper init did not listen within {within_s:g} s")
+        yield
+    finally:
+        with contextlib.suppress(LookupError, OSError):
+            os.kill(made.pid, 9)
+        for _ in range(100):
+            if process.poll() is not None:
+                break
+            await asyncio.sleep(0.02)
+        else:
+            process.kill()
+        process.wait()
+
+
+@asynccontextmanager
 async def container(kind: str, *options: str) -> AsyncIterator[Container]:
     """*kind*: ``own-users`` (hostUsers: false and SYS_ADMIN), ``plain``, ``node`` (SYS_ADMIN over the node)."""
     place = Path(tempfile.mkdtemp(prefix="rls-container-", dir="/var/tmp"))
@@ -98,26 +125,9 @@ async def container(kind: str, *options: str) -> AsyncIterator[Container]:
     )
     try:
         made = Container(process, place, keeper)
-        for _ in range(500):
-            if process.poll() is not None:
-                raise RuntimeError((place / "log").read_text())
-            with contextlib.suppress(LookupError, OSError):
-                if Path(f"/proc/{made.pid}/root{made.run}/s/keeper").exists():
-                    break
-            await asyncio.sleep(0.02)
-        else:
-            raise RuntimeError("keeper init did not listen within 10 s")
-        yield made
+        async with listening(made, f"root{made.run}/s/keeper", place / "log", within_s=10):
+            yield made
     finally:
-        with contextlib.suppress(LookupError, OSError):
-            os.kill(Container(process, place, keeper).pid, 9)
-        for _ in range(100):
-            if process.poll() is not None:
-                break
-            await asyncio.sleep(0.02)
-        else:
-            process.kill()
-        process.wait()
         log.close()
         shutil.rmtree(place)
 

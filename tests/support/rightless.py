@@ -18,7 +18,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rlsandbox.keeper.build import keeper_binary
-from tests.support.container import Container
+from tests.support.container import Container, listening
 from tests.support.make_image import d, f, layer, link, many_files_layer, tools_layers
 
 ENTER = """
@@ -123,26 +123,9 @@ async def rightless(
     process = subprocess.Popen(words, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         made = Rightless(process, root, uid)
-        for _ in range(1500):
-            if process.poll() is not None:
-                raise RuntimeError(Path(f"{root}.log").read_text())
-            with contextlib.suppress(LookupError, OSError):
-                if Path(f"/proc/{made.pid}/root/.rlsandbox-run/s/keeper").exists():
-                    break
-            await asyncio.sleep(0.02)
-        else:
-            raise RuntimeError("keeper init did not listen within 30 s")
-        yield made
+        async with listening(made, "root/.rlsandbox-run/s/keeper", Path(f"{root}.log"), within_s=30):
+            yield made
     finally:
-        with contextlib.suppress(LookupError, OSError):
-            os.kill(Rightless(process, root, uid).pid, 9)
-        for _ in range(100):
-            if process.poll() is not None:
-                break
-            await asyncio.sleep(0.02)
-        else:
-            process.kill()
-        process.wait()
         log.close()
 
 
