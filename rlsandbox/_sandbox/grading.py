@@ -21,6 +21,7 @@ import inspect
 import logging
 import math
 import posixpath
+import re
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,9 @@ _AT_ONCE = 16
 _LINKS = 40
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 REWARD_BYTES = 4096
+_NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+"""As every language writes one: Python alone would take ``1_0`` for ten, and other scripts' digits."""
+_KINDS = {"dir": "is a directory", "symlink": "is a link that leads to no regular file", None: "is not there"}
 
 
 class GradeError(SandboxError):
@@ -243,26 +247,36 @@ async def _outcome(sandbox: AsyncSandbox, grader: Grader, function: Any, result:
     if grader.reward == "exit_code" or result.timed_out:
         return Outcome(reward=1.0 if result.ok else 0.0, passed=result.ok, result=result)
     path = grader.reward.removeprefix("file:")
-    raw = await sandbox.client.outside_read(path, limit=REWARD_BYTES)
+    raw = await sandbox.client.outside_read(path, limit=REWARD_BYTES + 1)
     if raw is None and not result.ok:
         return Outcome(reward=0.0, passed=False, result=result)
-    text = None if raw is None else raw.decode("utf-8", "replace").strip()
-    reward = _number(text)
-    if reward is None:
-        found = "is not there" if text is None else f"holds {text[:60]!r}, which is no finite number"
-        raise GradeError(
-            f"the grader's reward file {path} {found} (its command exited with {result.exit_code})",
-            sandbox=sandbox.id,
-            task=sandbox.task.id,
-        )
-    return Outcome(reward=reward, passed=reward >= 1, result=result)
+    if raw is None:
+        found = await _instead(sandbox, path)
+    elif len(raw) > REWARD_BYTES:
+        found = f"holds more than {REWARD_BYTES} bytes, which is no finite number"
+    else:
+        text = raw.decode("utf-8", "replace").strip()
+        reward = _number(text)
+        if reward is not None:
+            return Outcome(reward=reward, passed=reward >= 1, result=result)
+        found = f"holds {text[:60]!r}, which is no finite number"
+    raise GradeError(
+        f"the grader's reward file {path} {found} (its command exited with {result.exit_code})",
+        sandbox=sandbox.id,
+        task=sandbox.task.id,
+    )
 
 
-def _number(text: str | None) -> float | None:
+async def _instead(sandbox: AsyncSandbox, path: str) -> str:
+    """What is there, where no regular file is."""
     try:
-        value = float(text) if text is not None else math.nan
-    except ValueError:
-        return None
+        return _KINDS.get(await kind_of(sandbox, path), "is no regular file")
+    except KeeperFailure as error:
+        return f"cannot be read ({error.message})"
+
+
+def _number(text: str) -> float | None:
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
     return value if math.isfinite(value) else None
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ConfigError, PrimeError, SandboxDiedError, SandboxError
 from ..hooks import Credentials, Residue
-from ..keeper.client import KeeperClient, KeeperFailure, Look
+from ..keeper.client import AS_KEEPER, KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, baseline_of
 from ..reset.facts import Facts
 from ..reset.inspector import inspect
@@ -213,6 +213,8 @@ class KeeperLink:
                     raise _setup_failed(task, result)
             if self._plugins.hook.rlsandbox_prime.get_hookimpls():
                 await self._hooks(task, sandbox)
+            if task.workdir is not None:
+                await self._has_workdir(task.workdir)
         except (SandboxDiedError, PrimeError):
             raise
         except (SandboxError, OSError) as error:
@@ -231,6 +233,16 @@ class KeeperLink:
         except KeeperFailure as error:
             raise PrimeError(
                 f"its workdir {workdir} is not there and cannot be made: {os.strerror(error.errno)}",
+                kind="workdir",
+            ) from error
+
+    async def _has_workdir(self, workdir: str) -> None:
+        """A setup or plugin that leaves none is at fault: later the agent would be graded for it."""
+        try:
+            await self.client.stat(f"{workdir}/.", flags=AS_KEEPER)
+        except KeeperFailure as error:
+            raise PrimeError(
+                f"after its setup there is no directory at its workdir {workdir}: {os.strerror(error.errno)}",
                 kind="workdir",
             ) from error
 

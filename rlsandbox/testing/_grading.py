@@ -166,13 +166,23 @@ class Grading(Fixtures):
         for planted in ("echo 1 >/tmp/reward", "mkdir /tmp/reward", "echo 1 >/tmp/r; ln -s r /tmp/reward"):
             assert graded("exit 1", planted).reward == 0.0  # type: ignore[attr-defined]
             assert graded("echo 0.5 >/tmp/reward", planted).reward == 0.5  # type: ignore[attr-defined]
-        for nonsense in ("nan", "inf", "good", "", "1 2", "0x1", "$(head -c 100000 /dev/zero | tr '\\0' 1)"):
+        long = "$(head -c 100000 /dev/zero | tr '\\0' 1)"
+        # A number that goes on behind what is read is not the number that was read.
+        longer = "1.$(head -c 5000 /dev/zero | tr '\\0' 0)e5"
+        for nonsense in ("nan", "inf", "1e400", "good", "", "1 2", "0x1", "1_0", "\u0661", long, longer):
             with pytest.raises(GradeError, match="no finite number") as caught:
                 graded(f'echo "{nonsense}" >/tmp/reward')
             assert not caught.value.infrastructure
             assert caught.value.phase == "grade"
-        with pytest.raises(GradeError, match="is not there"):
-            graded("true")
+        for made, words in (
+            ("true", "is not there"),
+            ("mkdir /tmp/reward", "is a directory"),
+            ("mkfifo /tmp/reward", "is no regular file"),
+            ("ln -s reward /tmp/reward", "is a link that leads to no regular file"),
+            ("ln -s nothing /tmp/reward", "is a link that leads to no regular file"),
+        ):
+            with pytest.raises(GradeError, match=words):
+                graded(made)
 
     def test_grade_reward_function(self, make: Callable[..., Sandbox]) -> None:
         def graded(name: str) -> object:

@@ -163,6 +163,21 @@ def test_a_workdir_that_cannot_be_made(make: Callable[..., rls.Pool]) -> None:
         pool.claim(rls.Task(id="w", workdir="/proc/nowhere"), timeout=LONG)
 
 
+@pytest.mark.parametrize(
+    "left", ["true", "echo >/work", "ln -s /nothing /work"], ids=["none", "file", "link"]
+)
+def test_a_setup_that_removes_the_workdir(make: Callable[..., rls.Pool], left: str) -> None:
+    pool = make(size=1)
+    task = rls.Task(id="w", workdir="/work", setup=f"rm -rf /work; {left}", grader=rls.Grader(command="true"))
+    record = pool.run_rollouts([task], lambda sandbox, task: None).records[0]
+    assert record.reward is None, "it is not the agent that removed it"
+    assert record.failure is not None
+    assert (record.failure.kind, record.failure.phase) == ("workdir", "prime")
+    moved = rls.Task(id="m", workdir="/work", setup="rm -rf /work; mkdir /moved; ln -s /moved /work")
+    with pool.claim(moved, timeout=LONG) as sandbox:
+        assert sandbox.run("pwd -P").stdout == "/moved\n"
+
+
 def test_claims_made_ahead(make: Callable[..., rls.Pool]) -> None:
     pool = make(size=1)
     first, second = pool.claim_ahead(TASK), pool.claim_ahead(TASK)
