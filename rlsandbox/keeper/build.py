@@ -15,6 +15,7 @@ import importlib.util
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -200,13 +201,34 @@ def keeper_binary(arch: str | None = None, *, variant: Variant = "release") -> P
         ) from error
 
 
+_DEFAULTS = """
+import signal, subprocess, sys
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+code = subprocess.call(sys.argv[2:])
+with open(sys.argv[1], "w") as file:
+    file.write(str(code))
+"""
+
+
 def _call(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run *command* to its end. No such program, or too long a time, is told as its failure."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
+        if signal.getsignal(signal.SIGCHLD) != signal.SIG_IGN:
+            return _ended(command)
+        # Nobody learns how a child of ours ends, and a compiler would inherit that for its own.
+        with tempfile.TemporaryDirectory(prefix="rlsandbox-cc-") as directory:
+            status = Path(directory, "status")
+            done = _ended([sys.executable, "-I", "-S", "-c", _DEFAULTS, str(status), *command])
+            done.returncode = int(status.read_text()) if status.exists() else 127
+            return done
     except OSError as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
     except subprocess.TimeoutExpired:
         return subprocess.CompletedProcess(command, 124, "", f"it took over {LONGEST_S} s")
+
+
+def _ended(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, timeout=LONGEST_S, check=False)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ signal.pthread_sigmask(signal.SIG_BLOCK, set(range(1, 65)) - {9, 19, 32, 33})
 
 @pytest.mark.parametrize("before", [IGNORES, BLOCKS], ids=["ignores", "blocks"])
 def test_signals_that_the_trainer_ignores_or_blocks(before: str) -> None:
-    keeper_binary()  # a compiler cannot wait for its own children where SIGCHLD is ignored
+    keeper_binary()  # the compiler's time is another test's
     done = subprocess.run([sys.executable, "-c", before + POOL], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     zero = "0000000000000000"

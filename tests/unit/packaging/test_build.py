@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import sys
@@ -51,6 +52,22 @@ def test_the_real_one_is_small_where_musl_is(tmp_path: Path) -> None:
     if compiler is None or not ("musl" in compiler[0] or build.ZIG in compiler):
         pytest.skip("neither musl-gcc nor ziglang here")
     assert build.build(build.machine(), tmp_path / "keeper").stat().st_size < 300 << 10
+
+
+@needs_compiler
+def test_a_keeper_is_built_where_nobody_waits_for_children(sources: Path) -> None:
+    """Started by a daemon that ignores SIGCHLD: no exit status reaches us, nor the compiler."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert build._call(["/bin/false"]).returncode == 1
+        assert build._call(["/nonexistent/cc"]).returncode != 0
+        path = build.keeper_binary()
+        (sources / "main.c").write_text("int main(void) { return nothing_of_the_kind; }\n")
+        with pytest.raises(UnsupportedError, match="nothing_of_the_kind"):
+            build.keeper_binary()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert subprocess.run([path]).returncode == 0
 
 
 @needs_compiler
