@@ -328,6 +328,7 @@ static bool request(struct chan *c)
             chan_refuse(c, EBUSY, "start a program: the sandbox is paused");
         else {
             skip_env(c->msg.p, c->msg.len);
+            limits_begin(c);
             job_start(c);
         }
         return true;

@@ -32,6 +32,7 @@ int import_finish(struct chan *c, struct buf *reply, struct err *e) { (void)c; (
 void import_drop(struct keeper *k, unsigned place, bool sealed) { (void)k; (void)place; (void)sealed; }
 void work_export(struct worker *w) { (void)w; }
 void work_import(struct worker *w) { (void)w; }
+void limits_begin(struct chan *c) { (void)c; }
 void limits_ended(struct chan *c) { (void)c; }
 bool facts_here(struct keeper *k, struct buf *text)
 {

@@ -15,6 +15,7 @@
 #include "worker.h"
 
 enum { TICK_MS = 20, IDLE_TICK_MS = 500, NEAR = 8 << 20 };
+static const uint64_t LEFT_NS = 1000000000;
 
 /* A number in a small kernel file, after `key` where there is one. */
 static uint64_t number(int fd, const char *key)
@@ -197,29 +198,80 @@ static void end_for_memory(struct chan *c)
 
 /* ---- ticks ---- */
 
-static bool oom_happened(struct keeper *k)
+/* Whether the kernel has killed for memory and no command's end explains it yet. One kill may end several commands' processes, or
+ * several kills a single command: what is left over explains further ends by SIGKILL for a while, and blames nobody. */
+static bool oom_open(struct keeper *k)
 {
-    uint64_t now = number(k->lim.oom_fd, "oom_kill ");
-    if (now <= k->lim.oom_seen)
-        return false;
-    k->lim.oom_seen = now;
-    return true;
+    struct limits *l = &k->lim;
+    uint64_t seen = number(l->oom_fd, "oom_kill "), now = now_ns();
+    if (seen > l->oom_seen) {
+        l->oom_left += seen - l->oom_seen;
+        l->oom_seen = seen;
+        l->oom_ns = now;
+        l->oom_due = true;
+    } else if (!l->oom_due && now - l->oom_ns > LEFT_NS)
+        l->oom_left = 0;
+    return l->oom_left > 0;
+}
+
+void limits_begin(struct chan *c)
+{
+    struct keeper *k = c->k;
+    for (size_t i = 0; i < COUNT_OF(k->chans); i++)
+        for (struct chan *o = k->chans[i]; o; o = o->next)
+            if (o != c && o->op == OP_SPAWN && o->job && !o->ended)
+                return;
+    k->lim.oom_seen = number(k->lim.oom_fd, "oom_kill ");
+    k->lim.oom_left = 0;
+    k->lim.oom_due = false;
+}
+
+/* Whether the main process of a running command is dying: then its end, which is on the way, says whom the kernel has killed. */
+static bool end_is_near(struct keeper *k)
+{
+    int dir = procs_dir(k);
+    bool near = false;
+    for (size_t i = 0; dir >= 0 && i < COUNT_OF(k->chans); i++)
+        for (struct chan *c = k->chans[i]; c && !near; c = c->next)
+            near = c->op == OP_SPAWN && c->started && !c->ended && procs_dying(dir, procs_number(k, c->pidfd, c->pid));
+    fd_close(&dir);
+    return near;
 }
 
 void limits_ended(struct chan *c)
 {
     struct keeper *k = c->k;
-    if (c->op != OP_SPAWN || c->flags || !k->lim.memory_cg || !oom_happened(k))
+    struct limits *l = &k->lim;
+    if (c->op != OP_SPAWN || c->flags || !l->memory_cg || !oom_open(k))
         return;
-    size_t running;
-    struct chan *other = guilty(k, &running); /* c itself does not run any more */
-    bool killed = (c->status & 0x7f) == SIGKILL;
-    if (!killed && other && other->used_bytes > c->used_bytes) {
-        end_for_memory(other);
-        return;
+    /* killed itself, or a shell that says so of its child */
+    if ((c->status & 0x7f) == SIGKILL || (c->status & 0xff7f) == (128 + SIGKILL) << 8)
+        l->oom_left--;
+    else {
+        size_t running;
+        struct chan *other = guilty(k, &running); /* c itself does not run any more */
+        if (!l->oom_due || (other && (other->used_bytes > c->used_bytes || end_is_near(k))))
+            return; /* the timer finds somebody, unless an end does */
+        l->oom_left = 0;
     }
+    l->oom_due = false;
     c->flags |= X_OOM;
     c->status = SIGKILL; /* what it went on to do after its child was killed is no result */
+}
+
+/* A look after the one that found a kill, so that who was killed has begun to die. */
+static void find_guilty(struct keeper *k)
+{
+    struct limits *l = &k->lim;
+    size_t running;
+    bool known = l->oom_due;
+    if (!oom_open(k) || !known || end_is_near(k))
+        return;
+    struct chan *c = guilty(k, &running);
+    l->oom_due = false;
+    l->oom_left = 0;
+    if (c)
+        end_for_memory(c);
 }
 
 static void watch(struct keeper *k, const struct look *l)
@@ -247,27 +299,22 @@ int limits_timer(struct keeper *k)
 {
     struct limits *l = &k->lim;
     size_t running;
-    struct chan *c = guilty(k, &running);
     bool dog = (k->set.memory_bytes && !l->memory_cg) || (k->set.pids && !l->pids_cg);
+    guilty(k, &running);
     if (k->pause.how || k->init_pid <= 0 || (!running && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
         return -1;
     uint64_t now = now_ns(), every = (uint64_t)(running ? TICK_MS : IDLE_TICK_MS) * 1000000u;
     if (l->last_ns && now - l->last_ns < every)
         return (int)((every - (now - l->last_ns)) / 1000000u) + 1;
     l->last_ns = now;
-    if (dog) {
+    if (l->memory_cg)
+        find_guilty(k);
+    if (dog || (!l->oom_due && running > 1 && number(l->memory_fd, NULL) > k->set.memory_bytes / 2)) {
         struct look seen;
         look(k, &seen);
         l->crowd = seen.count > 0;
-        watch(k, &seen);
-    } else {
-        if (oom_happened(k)) {
-            if (c)
-                end_for_memory(c);
-        } else if (running > 1 && number(l->memory_fd, NULL) > k->set.memory_bytes / 2) {
-            struct look seen;
-            look(k, &seen);
-        }
+        if (dog)
+            watch(k, &seen);
     }
     return running ? TICK_MS : IDLE_TICK_MS;
 }

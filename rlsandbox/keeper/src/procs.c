@@ -139,6 +139,23 @@ pid_t procs_number(struct keeper *k, int pidfd, pid_t inside)
     return k->foreign_proc ? pidfd_number(pidfd) : inside;
 }
 
+bool procs_dying(int dir, pid_t pid)
+{
+    enum { EXITING = 4 }; /* PF_EXITING of the kernel's process flags */
+    char path[32], text[4096];
+    unsigned flags;
+    char state;
+    path_join(path, sizeof path, "%d/stat", (int)pid);
+    char *s = read_file_at(dir, path, text, 1024) > 0 ? strrchr(text, ')') : NULL;
+    if (!s || sscanf(s + 1, " %c %*d %*d %*d %*d %*d %u", &state, &flags) != 2 || state == 'Z' || state == 'X' || flags & EXITING)
+        return true;
+    path_join(path, sizeof path, "%d/status", (int)pid);
+    if (read_file_at(dir, path, text, sizeof text) <= 0)
+        return true;
+    s = strstr(text, "\nSigPnd:"); /* a name has no newline in it here: the kernel writes it as \n */
+    return s && strtoull(s + sizeof "\nSigPnd:" - 1, NULL, 16) >> (SIGKILL - 1) & 1;
+}
+
 int procs_signal(int dir, pid_t pid, int sig)
 {
     char name[16];

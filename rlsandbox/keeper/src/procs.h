@@ -29,6 +29,8 @@ bool procs_subreaper(void);
 ssize_t procs_mark_container(struct procs *ps, pid_t self);
 /* the number under which procs_dir lists what the descriptor stands for; -1 when it is gone */
 pid_t procs_number(struct keeper *k, int pidfd, pid_t inside);
+/* Whether it is dead, or on its way there: killed, and not through with it yet. */
+bool procs_dying(int dir, pid_t pid);
 int procs_signal(int dir, pid_t pid, int sig); /* never hits a process that took the number over meanwhile */
 
 void tree_kill(struct chan *c);

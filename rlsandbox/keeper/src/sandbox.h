@@ -55,6 +55,8 @@ struct limits { /* limits.c */
     bool crowd; /* the last look found processes */
     int oom_fd, memory_fd, pids_fd;
     uint64_t oom_seen, last_ns;
+    uint64_t oom_left, oom_ns; /* kills by the kernel that no end of a command has explained; when the last of them was seen */
+    bool oom_due;              /* and somebody has to be found for them */
 };
 
 struct keeper {
