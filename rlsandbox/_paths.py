@@ -1,13 +1,15 @@
 """Where rlsandbox keeps its own files. Nothing here creates anything.
 
 ``home()`` holds ledgers and state of runs (precious), ``cache()`` what can be made again: unpacked image
-layers, prepared bases, keepers built on this machine. Both belong to one user and are made with mode 0700:
-an unpacked image contains setuid files, which nobody else on the machine may reach.
+layers, prepared bases, keepers built on this machine. Both belong to one user, and what they hold is made
+with mode 0700: an unpacked image contains setuid files, which nobody else on the machine may reach.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from pathlib import Path
 
 from .errors import ConfigError
@@ -29,13 +31,18 @@ def cache() -> Path:
 
 
 def private_directory(path: Path) -> Path:
-    """Make *path* (and what is missing above it) readable by its owner only; returns it.
+    """Make *path*, readable by its owner only, and what is missing above it, writable by its owner only.
 
     Raises:
         ConfigError: it cannot be made, or nothing can be written there.
     """
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for above in reversed(path.parents):
+            if not above.exists():
+                above.mkdir(
+                    mode=0o755, exist_ok=True
+                )  # whatever the umask: what lies there is ours to clean up
+        path.mkdir(mode=0o700, exist_ok=True)
         writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as error:
         raise unusable(path, error.strerror or str(error)) from error
@@ -49,6 +56,15 @@ def unusable(path: Path, why: str) -> ConfigError:
         f"the directory {path} cannot be used: {why}",
         hint="set RLSANDBOX_HOME (and RLSANDBOX_CACHE) to a directory of yours on a local disk",
     )
+
+
+def age_s(path: Path) -> float:
+    """Seconds since *path* was last written to.
+
+    More than a minute ahead of the clock: that was set back since, and nobody knows how long ago (inf).
+    """
+    age = time.time() - path.stat().st_mtime
+    return math.inf if age < -60 else max(0.0, age)
 
 
 def _place(variable: str, xdg: str, fallback: str) -> Path:

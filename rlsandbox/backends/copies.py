@@ -18,13 +18,12 @@ import os
 import shutil
 import struct
 import tempfile
-import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-from .._paths import cache, private_directory
+from .._paths import age_s, cache, private_directory
 from ..errors import ConfigError, SandboxError, UnsupportedError
 
 log = logging.getLogger("rlsandbox.backends")
@@ -401,7 +400,7 @@ def _sweep(above: Path) -> None:
     """Remove what dead runs left: nobody holds their lock any more."""
     for lock in above.glob("*/lock"):
         try:
-            if time.time() - lock.stat().st_mtime < _YOUNG_S:
+            if age_s(lock) < _YOUNG_S:
                 continue  # perhaps not locked yet
             with open(lock) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

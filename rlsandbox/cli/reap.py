@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 
 import click
 
@@ -38,11 +37,12 @@ def command(
         return run_async(_cluster(limit, dry_run, yes, context, namespace, as_json))
     if backend != "local":
         raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local, kubernetes")
+    from .._paths import age_s
     from ..backends.local.ids import detect
     from ..backends.local.state import leftovers, reap
 
     limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
-    found = [item for item in leftovers() if time.time() - item.path.stat().st_mtime >= limit]
+    found = [item for item in leftovers() if age_s(item.path) >= limit]
     rows = [{"run": item.run, "pid": item.pid, "path": str(item.path), "group": item.group} for item in found]
     if not as_json:
         _print(rows)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -24,6 +27,23 @@ def test_a_directory_that_cannot_be_made_is_the_caller_s_to_mend(tmp_path: Path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(ConfigError, match=SAYS):
         _paths.private_directory(tmp_path / "file" / "x")
+
+
+def test_whatever_the_umask_nobody_else_can_write_there(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        _paths.private_directory(tmp_path / "home" / "local" / "run")
+    finally:
+        os.umask(before)
+    modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("home", "home/local", "home/local/run")]
+    assert modes == [0o755, 0o755, 0o700]
+
+
+def test_what_was_written_before_the_clock_was_set_back_is_not_young(tmp_path: Path) -> None:
+    assert 0 <= _paths.age_s(tmp_path) < 60
+    for ahead, age in ((1, 0.0), (3600, math.inf)):
+        os.utime(tmp_path, (time.time() + ahead,) * 2)
+        assert _paths.age_s(tmp_path) == age
 
 
 def test_whoever_needs_one_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

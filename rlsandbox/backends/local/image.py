@@ -13,7 +13,6 @@ import json
 import os
 import re
 import shutil
-import time
 from asyncio.subprocess import PIPE
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -129,7 +128,7 @@ class Images:
         )
         try:
             _, said = await process.communicate()
-            if process.returncode != 0:
+            if not worker.succeeded(process, (half / "index.json").is_file):  # it is written last
                 raise ImageError(f"skopeo could not pull {reference!r}: {_last_word(said)}")
             try:
                 half.rename(layout)
@@ -165,7 +164,7 @@ def _remove_halves(layout: Path) -> None:
             continue
         with contextlib.suppress(OSError):
             places = [half, *(half / "blobs").glob("**/*")]
-            if time.time() - max(place.stat().st_mtime for place in places) > STALE_S:
+            if min(_paths.age_s(place) for place in places) > STALE_S:
                 shutil.rmtree(half)
 
 

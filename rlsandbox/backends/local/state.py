@@ -216,7 +216,7 @@ def _dead(home: Path | None, locks: contextlib.ExitStack, older_s: float = 0.0) 
 def _untouched(path: Path, seconds: float) -> bool:
     """Whether it is there and was last written to that long ago: others remove theirs while we look."""
     try:
-        return time.time() - path.stat().st_mtime >= seconds
+        return _paths.age_s(path) >= seconds
     except FileNotFoundError:
         return False
 

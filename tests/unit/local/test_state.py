@@ -127,6 +127,16 @@ async def test_a_note_leads_to_nothing_of_others(tmp_path: Path) -> None:
     assert (precious / "file").read_text() == "keep"
 
 
+async def test_what_a_run_left_goes_although_the_clock_was_set_back_since(tmp_path: Path) -> None:
+    process, path, _ = other_run(tmp_path)
+    kill(process)
+    later = time.time() + 3 * 3600
+    os.utime(path, (later, later))
+    gone, kept = await reap(detect(), home=tmp_path)
+    assert ([item.path for item in gone], kept) == ([path], [])
+    assert not path.exists()
+
+
 async def test_a_directory_without_a_lock_is_left_alone_while_young(tmp_path: Path) -> None:
     young = tmp_path / "local" / "1-young"
     young.mkdir(parents=True)
