@@ -93,7 +93,7 @@ def alive(file: Path) -> bool | None:
     known = lock.RunLock.alive(lock.lock_of(file))
     if known is not None:
         return known
-    processes = fold(reading.events_of(file)).processes
+    processes = fold(reading.stream(file)).processes
     return lock.alive(file, host=processes[-1].host if processes else "")
 
 

@@ -24,17 +24,24 @@ _HEAD = 100
 """Bytes of a SQLite file's header."""
 
 
-def read(paths: Iterable[Path]) -> Book:
-    """What these files say together. An event that stands in two of them (a dump repeats one) counts once."""
+def read(paths: Iterable[Path], waiting: Iterable[Event] = ()) -> Book:
+    """What these files say together, and events that *wait* to be written.
+
+    An event that is there twice (a dump repeats one) counts once.
+    """
+    files, more = list(paths), list(waiting)
+    if len(files) == 1 and not more:
+        return fold(stream(files[0]))
+    return fold(_once([*map(stream, files), more]))
+
+
+def _once(sources: Iterable[Iterable[Event]]) -> Iterator[Event]:
     seen: set[tuple[str, int]] = set()
-    events: list[Event] = []
-    for path in paths:
-        for event in events_of(path):
-            key = (event.source, event.n)
-            if key not in seen:
-                seen.add(key)
-                events.append(event)
-    return fold(events)
+    for source in sources:
+        for event in source:
+            if (event.source, event.n) not in seen:
+                seen.add((event.source, event.n))
+                yield event
 
 
 def run_files(where: Path) -> list[Path]:
@@ -79,12 +86,22 @@ def events_of(path: Path) -> list[Event]:
     Raises:
         LedgerError: there is no such file, or it is no ledger.
     """
+    return list(stream(path))
+
+
+def stream(path: Path) -> Iterator[Event]:
+    """:func:`events_of`, each made when it is asked for; the rows are all read at once, at the first."""
     if not os.path.isfile(path):
         raise LedgerError(f"there is no ledger {path}", infrastructure=False)
     if path.suffix == ".jsonl":
-        return list(_of_dump(path))
+        yield from _of_dump(path)
+        return
     try:
-        return [event_of(row, str(path)) for row in _rows(path)]
+        source = str(path)
+        rows = _rows(path)
+        rows.reverse()
+        while rows:
+            yield event_of(rows.pop(), source)
     except (sqlite3.Error, ValueError, OSError) as error:
         raise LedgerError(f"the ledger {path} cannot be read: {error}") from error
 

@@ -41,7 +41,7 @@ def reconcile(files: list[Path], *, dry_run: bool = False) -> list[Reconciled]:
 
 def _one(path: Path, dumps: list[Path], dry_run: bool) -> Reconciled:
     out = Reconciled(path)
-    mine = fold(reading.events_of(path))
+    mine = fold(reading.stream(path))
     out.requested = len(mine.rollouts)
     host = mine.processes[-1].host if mine.processes else ""
     living = lock.alive(path, host=host)
@@ -65,7 +65,7 @@ def _one(path: Path, dumps: list[Path], dry_run: bool) -> Reconciled:
         return out
     try:
         # Read again under the lock: the process may have ended in good order a moment ago.
-        mine = fold(reading.events_of(path))
+        mine = fold(reading.stream(path))
         mine.rollouts = {entry.id: entry for entry in _still_open(path, mine, dumps)}
         if mine.rollouts:
             store = Store(path)

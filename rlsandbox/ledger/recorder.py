@@ -92,7 +92,7 @@ class Ledger:
                 log.warning("ledger %s: %s", file, store.word)
             others = [p for p in places.siblings(first) if p != file]
             book = reading.read([file, *others])
-            mine = fold(e for e in reading.events_of(file))
+            mine = fold(reading.stream(file))
             ended = close_lost(store, mine)
             if ended:
                 book = reading.read([file, *others]) if store.flush_blocking(10) else book
@@ -200,8 +200,7 @@ class Ledger:
         waiting = [reading.event_of(row, str(self.path)) for row in self._store.pending()]
         first = places.first_of(self.path) if self.number else self.path
         files = [path for path in places.siblings(first) if path.exists()]
-        written = {(e.source, e.n): e for path in files for e in reading.events_of(path)}
-        return fold({**written, **{(e.source, e.n): e for e in waiting}}.values())
+        return reading.read(files, waiting)
 
     def records(self) -> list[Record]:
         """The ends so far, in the order in which the rollouts were asked for."""

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..results import Failure, Record
+
+_OF_FAILURE = frozenset(f.name for f in fields(Failure))
+_OF_RECORD = frozenset(f.name for f in fields(Record))
 
 FORMAT = 1
 """Of the events. A reader refuses a higher one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A line of a ledger. ``at``: seconds since the epoch, advancing with the writer's monotonic clock."""
 
     n: int
@@ -37,7 +39,7 @@ class Event:
     source: str = ""
 
 
-@dataclass
+@dataclass(slots=True)
 class AttemptLog:
     """One try of a rollout in one sandbox. What did not happen is None."""
 
@@ -59,7 +61,7 @@ class AttemptLog:
     """The one of an earlier attempt that it started from."""
 
 
-@dataclass
+@dataclass(slots=True)
 class RolloutLog:
     """A rollout that was asked for: its attempts and, once it has one, its end."""
 
@@ -194,7 +196,7 @@ def _fold_rollout(log: RolloutLog, event: Event) -> None:
     if event.kind == "attempt":
         log.attempts.append(AttemptLog(n=int(data["n"]), asked_at=event.at))
         return
-    attempt = next((a for a in log.attempts if a.n == data.get("n")), None)
+    attempt = next((a for a in reversed(log.attempts) if a.n == data.get("n")), None)
     if attempt is None:
         return
     if event.kind == "sandbox":
@@ -243,8 +245,7 @@ def to_dict(value: Failure | Record) -> dict[str, Any]:
 def failure_from(data: dict[str, Any] | None) -> Failure | None:
     if data is None:
         return None
-    known = {f.name for f in fields(Failure)}
-    given = {k: v for k, v in data.items() if k in known}
+    given = {k: v for k, v in data.items() if k in _OF_FAILURE}
     blank: dict[str, Any] = {
         "kind": "unknown", "phase": "", "cause": "", "retryable": False, "infrastructure": True
     }  # fmt: skip
@@ -253,8 +254,7 @@ def failure_from(data: dict[str, Any] | None) -> Failure | None:
 
 def record_from(data: dict[str, Any]) -> Record:
     """The record that :func:`to_dict` made *data* of; fields of a later version are passed over."""
-    known = {f.name for f in fields(Record)}
-    given = {k: v for k, v in data.items() if k in known}
+    given = {k: v for k, v in data.items() if k in _OF_RECORD}
     given["failure"] = failure_from(data.get("failure"))
     blank: dict[str, Any] = {"task_id": "", "index": 0, "attempts": 0, "status": "lost"}
     return Record(**{**blank, **given})
