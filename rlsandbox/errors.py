@@ -15,7 +15,8 @@ class SandboxError(Exception):
     """Base of everything that rlsandbox raises.
 
     Args:
-        message: one line: what happened.
+        message: one line: what happened. Another error instead (``type(error)(error)``, as Gymnasium's
+            AsyncVectorEnv raises what happened in a worker): all that it says is taken over.
         kind: short machine-readable name of the failure (``"oom"``, ``"image_not_found"`` ...).
         phase: ``config``, ``provision``, ``prime``, ``claim``, ``reset``, ``verify``, ``command``,
             ``grade``, ``release`` or ``policy``.
@@ -41,7 +42,7 @@ class SandboxError(Exception):
 
     def __init__(
         self,
-        message: str = "",
+        message: str | SandboxError = "",
         *args: Any,
         kind: str | None = None,
         phase: str | None = None,
@@ -51,8 +52,13 @@ class SandboxError(Exception):
         sandbox: str | None = None,
         task: str | None = None,
     ) -> None:
+        told = message if isinstance(message, SandboxError) else None
+        if told is not None:
+            super().__init__(*(told.args or ("",)))
+            self.__dict__.update(told.__dict__)
+            return
         super().__init__(message, *args)
-        self.message = message
+        self.message = str(message)
         self.kind = kind if kind is not None else self.default_kind
         self.phase = phase if phase is not None else self.default_phase
         self.retryable = retryable if retryable is not None else self.default_retryable
@@ -190,9 +196,11 @@ class LimitReachedError(SandboxError):
     default_infrastructure = False
     limit: str = "steps"
 
-    def __init__(self, message: str = "", *args: Any, limit: str = "steps", **fields: Any) -> None:
+    def __init__(
+        self, message: str | SandboxError = "", *args: Any, limit: str = "steps", **fields: Any
+    ) -> None:
         super().__init__(message, *args, **fields)
-        self.limit = limit
+        self.__dict__.setdefault("limit", limit)
 
 
 class LedgerError(SandboxError):
@@ -213,6 +221,11 @@ class SandboxFileError(SandboxError, OSError):
     default_phase = "command"
     default_infrastructure = False
     path: str
+
+    def __init__(self, message: str | SandboxError = "", *args: Any, **fields: Any) -> None:
+        super().__init__(message, *args, **fields)
+        if isinstance(message, SandboxFileError):
+            self.errno, self.strerror, self.filename = message.errno, message.strerror, message.filename
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (_remake_file_error, (self.errno, self.path, self.__dict__))

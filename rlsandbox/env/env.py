@@ -98,6 +98,7 @@ class SandboxEnv(gym.Env[Any, str]):
     def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         command = self._rules.check_action(action)
         turn = self._bridge.call(self._step, command)
+        self._bridge.check()  # closed meanwhile by another thread: that is no failure of the sandbox's
         if self._rules.reward_fn is not None:
             turn, reward = rewarded(self._bridge, self._lane, turn)
             if turn.done:

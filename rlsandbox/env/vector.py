@@ -206,6 +206,8 @@ class SandboxVectorEnv(VectorEnv[Any, Any, Any]):
             return [None] * self.num_envs
         if isinstance(seed, (int, np.integer)):
             return [int(seed) + i for i in range(self.num_envs)]
+        if isinstance(seed, str) or not hasattr(seed, "__len__"):
+            raise ConfigError(f"reset's seed must be a number or a sequence of them, not {seed!r}")
         if len(seed) != self.num_envs:
             raise ConfigError(f"reset needs {self.num_envs} seeds, one for each environment, not {len(seed)}")
         return list(seed)

@@ -31,11 +31,13 @@ class KeeperFailure(SandboxError):
 
     default_kind = "keeper"
     default_phase = "command"
+    errno: int
+    what: str
 
     def __init__(self, message: str = "", *args: Any, errno: int = 0, what: str = "", **kw: Any) -> None:
         super().__init__(message, *args, **kw)
-        self.errno = errno
-        self.what = what
+        self.__dict__.setdefault("errno", errno)
+        self.__dict__.setdefault("what", what)
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,12 @@ import math
 import os
 import signal
 import threading
+import time
 import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -21,6 +23,7 @@ from gymnasium.vector import AutoresetMode
 import rlsandbox as rls
 from rlsandbox._paths import cache
 from rlsandbox.env import SandboxEnv, SandboxVectorEnv
+from rlsandbox.errors import PoolClosedError
 from tests.support.keepers import keeper_above
 
 TASKS = [
@@ -176,6 +179,25 @@ def test_an_interrupted_step_leaves_an_environment_that_can_be_closed(pool: rls.
     thread.join()
     assert env.step("pgrep -x sleep || echo none")[0]["stdout"] == "none\n"
     env.close()
+    assert [record.status for record in pool.report().records] == ["cancelled"]
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one", "vector"])
+def test_a_step_during_which_another_thread_closes_says_so(pool: rls.Pool, many: bool) -> None:
+    make: Any = SandboxVectorEnv if many else SandboxEnv
+    env = make(tasks=TASKS, pool=pool)
+    env.reset(seed=0)
+
+    def close() -> None:
+        while pool.metrics.ttfc.count < 1:
+            time.sleep(0.001)
+        env.close()
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    with pytest.raises(PoolClosedError, match="environment is closed"):
+        env.step(["sleep 600"] if many else "sleep 600")
+    thread.join()
     assert [record.status for record in pool.report().records] == ["cancelled"]
 
 

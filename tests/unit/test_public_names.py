@@ -97,6 +97,25 @@ def test_file_errors_are_the_builtin_ones_too_wherever_they_travel() -> None:
             assert one.kind
 
 
+def test_an_error_made_of_an_error_says_the_same() -> None:
+    """Gymnasium's AsyncVectorEnv raises ``type(error)(error)`` for what a worker raised."""
+    fields = {
+        "kind": "k",
+        "phase": "p",
+        "retryable": True,
+        "infrastructure": False,
+        "hint": "do",
+        "task": "t",
+    }
+    made = [getattr(errors, name)("what happened", **fields) for name in TREE if name != "SandboxFileError"]
+    made += [errors.LimitReachedError("no more", limit="wall"), errors.file_error(2, "/x", sandbox="s")]
+    for error in made:
+        again = type(error)(error)
+        assert (str(again), again.__dict__) == (str(error), error.__dict__)
+        assert getattr(again, "errno", None) == getattr(error, "errno", None)
+        assert str(pickle.loads(pickle.dumps(again))) == str(error)
+
+
 @pytest.mark.parametrize(("sync", "asynchronous"), PAIRS, ids=lambda c: c.__name__)
 def test_both_sides_have_the_same_names(sync: type, asynchronous: type) -> None:
     """What one side can do the other can, with the same parameters and defaults."""

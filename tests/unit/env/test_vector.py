@@ -263,6 +263,12 @@ def test_closing(pool: DoublePool, mode: AutoresetMode) -> None:
     assert statuses(pool.records()) == ["cancelled", "cancelled"]
 
 
+@pytest.mark.parametrize("seed", [1.5, "xy", [1], [1, 2, 3], object()])
+def test_seeds_that_are_none(pool: DoublePool, seed: Any) -> None:
+    with pytest.raises(ConfigError, match="seed"):
+        make(pool, 2).reset(seed=seed)
+
+
 @pytest.mark.parametrize("actions", ["ab", ["x"], ["x"] * 3, 5, [1, 2]])
 def test_actions_that_are_none(pool: DoublePool, actions: Any) -> None:
     envs = make(pool, 2)
