@@ -591,19 +591,34 @@ static void on_client_death(struct src *s, uint32_t events)
     h->loop.stop = true;
 }
 
+/* What the client was started with is its own matter: as far as we may, its limits are lifted for sandboxes. */
+static void limits_lift(void)
+{
+    static const int whats[] = {RLIMIT_NOFILE, RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_DATA, RLIMIT_AS, RLIMIT_STACK};
+    for (size_t i = 0; i < sizeof whats / sizeof *whats; i++) {
+        const int what = whats[i];
+        const rlim_t usual = what == RLIMIT_STACK ? 8 << 20 : RLIM_INFINITY; /* more would move a program's maps */
+        struct rlimit rl;
+        if (getrlimit(what, &rl) < 0)
+            continue;
+        if (what != RLIMIT_NOFILE && rl.rlim_max < usual
+            && setrlimit(what, &(struct rlimit){rl.rlim_cur, RLIM_INFINITY}) == 0)
+            rl.rlim_max = RLIM_INFINITY;
+        if (rl.rlim_cur < usual)
+            rl.rlim_cur = rl.rlim_max < usual ? rl.rlim_max : usual;
+        setrlimit(what, &rl);
+    }
+}
+
 static int start(struct hub *h, int fd, pid_t client, struct err *e)
 {
     sigset_t set;
-    struct rlimit rl;
     int pidfd = k_pidfd_open(client), sig;
     if (pidfd < 0 && errno == ENOSYS && client != 1) /* the end of a container's first process ends all of it anyway */
         return fail(e, errno, "watch processes: this kernel has no pidfd_open (Linux 5.3, or a newer gVisor, is needed)");
     if (pidfd < 0 && client != 1)
         return fail(e, errno, "watch the client, process %d", (int)client);
-    if (getrlimit(RLIMIT_NOFILE, &rl) == 0) {
-        rl.rlim_cur = rl.rlim_max;
-        setrlimit(RLIMIT_NOFILE, &rl);
-    }
+    limits_lift();
     h->self = open("/proc/self/exe", O_RDONLY | O_CLOEXEC);
     if (h->self < 0)
         return fail(e, errno, "open the own program");
