@@ -7,14 +7,14 @@ labels and has a Lease, so that ``rlsandbox reap`` finds what a killed run left.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .._loops import see_through
 from ..errors import ConfigError, ImageError, ProvisionError, SandboxError
 from .planner import Pull
 
@@ -130,11 +130,14 @@ class _Work:
         try:
             await self.watch.start()
         except BaseException:
-            await self.cluster.close()
+            await _in_any_case(self.cluster.close())
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        await _in_any_case(self._end())
+
+    async def _end(self) -> None:
         await self.watch.close()
         await self.cluster.close()
 
@@ -267,14 +270,13 @@ JSON = dict[str, Any]
 _RIGHTS = "hydration makes and removes pods: bind the role rlsandbox-plain-pods of `rlsandbox template rbac`"
 
 
-async def _in_any_case(coroutine: Any) -> None:
+async def _in_any_case(coroutine: Coroutine[Any, Any, Any]) -> None:
     """Also when we are cancelled meanwhile: what was made is removed. What cannot be, `reap` finds."""
     task = asyncio.ensure_future(coroutine)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        with contextlib.suppress(SandboxError):
-            await task
-        raise
-    except SandboxError as error:
-        log.warning("a pod of the hydration could not be removed: %s", error)
+    cancelled = await see_through(task)
+    if (error := task.exception()) is not None:
+        if not isinstance(error, SandboxError):
+            raise error
+        log.warning("what the hydration made could not be removed: %s", error)
+    if cancelled is not None:
+        raise cancelled

@@ -250,14 +250,19 @@ def test_what_cannot_be_brought_is_said_and_hinders_nothing_else(tmp_path: Path)
     run(tmp_path, body)
 
 
-def test_cancelled_half_way_nothing_is_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("impatient", [False, True])
+def test_cancelled_half_way_nothing_is_left(tmp_path: Path, impatient: bool) -> None:
     async def body(fake: FakeApi, api: Api, backend: Kubernetes) -> None:
         kubelets = Kubelet(fake)
         kubelets.says = {f"i{n}": {} for n in range(4)}
         task = asyncio.create_task(hydrate(pulls("i0", "i1", "i2", "i3"), api, backend.shape, per_node=4))
         while len(fake.objects.get(PODS, {})) < 4:
             await asyncio.sleep(0.01)
+        fake.rule("DELETE", "", times=99, late_s=0.05)
         task.cancel()
+        while impatient and not task.done():
+            await asyncio.sleep(0.005)
+            task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         assert not fake.objects[PODS]
