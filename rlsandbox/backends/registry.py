@@ -33,28 +33,36 @@ def load_backend(name: str, options: Mapping[str, Any] | None = None) -> Backend
         ConfigError: nobody has that name, or its constructor does not know an option.
         UnsupportedError: what it needs is not installed.
     """
-    factory = backend_class(name)
-    options = dict(options or {})
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):
-        pass  # a callable that does not say what it takes
-    else:
-        kinds = signature.parameters.values()
-        known = [p.name for p in kinds if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        for option in options:
-            if option not in known and not any(p.kind is p.VAR_KEYWORD for p in kinds):
-                raise ConfigError(f"backend {name!r} has no option {option!r}{nearest(option, known)}")
-        try:
-            signature.bind(**options)
-        except TypeError as error:
-            raise ConfigError(f"backend {name!r}: {error}") from None
-    backend = factory(**options)
+    factory = checked(name, options or {})
+    backend = factory(**(options or {}))
     if not isinstance(backend, Backend):
         raise ConfigError(
             f"backend {name!r}: {factory!r} did not make a Backend but {type(backend).__name__}"
         )
     return backend
+
+
+def checked(name: str, options: Mapping[str, Any], sources: Mapping[str, str] | None = None) -> Any:
+    """What makes the backend called *name*, if it takes *options*; nothing is made of them.
+
+    *sources*: of each option, where it came from; raises as :func:`load_backend` does.
+    """
+    factory = backend_class(name)
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return factory  # a callable that does not say what it takes
+    kinds = signature.parameters.values()
+    known = [p.name for p in kinds if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for option in options:
+        if option not in known and not any(p.kind is p.VAR_KEYWORD for p in kinds):
+            source = f"{sources[option]}: " if sources and option in sources else ""
+            raise ConfigError(f"{source}backend {name!r} has no option {option!r}{nearest(option, known)}")
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise ConfigError(f"backend {name!r}: {error}") from None
+    return factory
 
 
 def backend_class(name: str) -> Any:

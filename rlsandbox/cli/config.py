@@ -6,7 +6,9 @@ from typing import Any
 
 import click
 
+from ..backends.registry import checked
 from ..config import load_config
+from ..errors import UnsupportedError
 from .common import console, json_option, print_json, with_config
 
 
@@ -19,8 +21,14 @@ def command() -> None:
 @with_config
 @json_option
 def show(config_file: str | None, profile: str | None, as_json: bool) -> None:
-    """Each value and where it came from."""
+    """Each value and where it came from. A backend that is not there, or has no such option, is an error."""
     config = load_config(config_file, profile)
+    backend = config.backend
+    given = {o: config.sources.get(f"pool.backend.{o}", "default") for o in backend.options}
+    try:
+        checked(backend.name, backend.options, given)
+    except UnsupportedError as error:  # settings may be right for machines that have it
+        click.echo(f"the options of backend {backend.name!r} are not checked: {error}", err=True)
     rows = config.rows()
     if as_json:
         values = [{"key": key, "value": value, "source": source} for key, value, source in rows]

@@ -38,6 +38,27 @@ def test_config_show_tells_sources(cli: Cli, monkeypatch: pytest.MonkeyPatch) ->
     assert "did you mean 'size'" in wrong.err
 
 
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ('name = "locl"', "unknown backend 'locl': did you mean 'local'?"),
+        ("uper = 1", "rlsandbox.toml: backend 'local' has no option 'uper': did you mean 'upper'?"),
+    ],
+)
+def test_config_show_knows_the_options_of_the_backend(cli: Cli, table: str, said: str) -> None:
+    Path("rlsandbox.toml").write_text(f"[pool.backend]\n{table}\n")
+    wrong = cli("config", "show")
+    assert (wrong.status, wrong.err) == (2, f"rlsandbox: {said}\n")
+
+
+def test_config_show_where_the_backend_is_not_installed(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rlsandbox.backends.kubernetes", None)
+    Path("rlsandbox.toml").write_text('[pool.backend]\nname = "kubernetes"\nmode = "overlay"\n')
+    told = cli("config", "show")
+    assert told.status == 0 and "overlay" in told.out
+    assert told.err.startswith("the options of backend 'kubernetes' are not checked: ")
+
+
 def test_pool_arguments_come_from_options_over_the_file(cli: Cli) -> None:
     Path("rlsandbox.toml").write_text("[pool]\nmax_size = 3\n")
     arguments, config = pool_arguments({"memory": "1GiB", "size": None, "block": ("git",)}, at_most=10)
