@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlsandbox.spec import Spec
+from tests.support import looks
 from tests.support.host import compiled, on_host
 from tests.support.place import Place, local, place
 
@@ -144,28 +145,7 @@ async def test_every_inode_of_the_machine_outside_the_allow_list_is_absent(mode:
 @pytest.mark.parametrize("mode", MODES)
 async def test_ways_out_of_the_root_lead_back_into_it(mode: str) -> None:
     async with local(mode) as backend, place(backend) as where:
-        await where.sh("echo here > /inside-mark")
-        ways = [
-            "/../../../inside-mark",
-            "/proc/self/root/inside-mark",
-            "/proc/self/cwd/inside-mark",
-            "/proc/$$/root/../../inside-mark",
-            "/proc/thread-self/root/inside-mark",
-        ]
-        for way in ways:
-            assert (await where.sh(f"cat {way}")).out == "here\n", way
-        own = (await where.sh("ls /")).out
-        for way in (
-            "/proc/1/root",
-            "/proc/1/cwd",
-            "/proc/1/task/1/root",
-            "/proc/1/fd/*",
-            "/proc/1/map_files/*",
-        ):
-            ran = await where.sh(f"for p in {way}; do ls $p/ || cat $p; done 2>/dev/null")
-            assert ran.out in ("", own), f"{way}: {ran.out}"
-        ran = await where.sh("cd /; for i in 1 2 3 4 5 6 7 8; do cd ..; done; ls")
-        assert "inside-mark" in ran.out
+        await looks.ways_out_lead_back(where)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -261,15 +241,6 @@ async def test_environment_and_descriptors_of_this_python_stay_here(
         right.close()
 
 
-PROC_FILES = (
-    "attr/current", "autogroup", "clear_refs", "comm", "coredump_filter", "fail-nth", "gid_map", "loginuid",
-    "make-it-fail", "mem", "oom_adj", "oom_score_adj", "projid_map", "sched", "setgroups", "timens_offsets",
-    "timerslack_ns", "uid_map", "ns/mnt", "root", "cwd", "exe", "environ", "maps", "map_files", "fd",
-    "fdinfo",
-    "syscall", "stack", "personality", "io", "auxv",
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("user", USERS)
 async def test_no_file_of_the_keeper_in_proc_can_be_written_nor_its_memory_read(
@@ -289,112 +260,22 @@ async def test_no_file_of_the_keeper_in_proc_can_be_written_nor_its_memory_read(
     async with local(mode) as backend, place(backend) as where:
         needs_user(where, user)
         await where.put("/try", program.read_bytes())
-        opened = []
-        for name in PROC_FILES:
-            for flags in (1, 2):
-                said = (await where.run(["/try", "open", f"/proc/1/{name}", str(flags)], user=user)).said
-                if said == "ok":
-                    opened.append(name)
-        assert opened == []
-        for name in ("environ", "mem", "maps", "auxv", "syscall", "stack", "io"):
-            assert (await where.sh(f"head -c 1 /proc/1/{name}", user=user)).out == "", name
-        said = [
-            (await where.run(["/try", *words.split()], user=user)).said
-            for words in ("ptrace 1", "vm_read 1", "pidfd_getfd 1", "kill 1 9", "setns /proc/1/ns/net")
-        ]
-        assert "ok" not in said[:3] + said[4:], said
-        assert (await where.sh("echo alive")).out == "alive\n"
+        await looks.first_process_is_shut(where, user, "/try")
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_keepers_socket_is_nowhere_to_be_found(mode: str) -> None:
-    script = (
-        "import os, socket, stat\n"
-        "for d, ds, fs in os.walk('/'):\n"
-        "    if d == '/': ds[:] = [x for x in ds if x not in ('proc', 'sys')]\n"
-        "    for n in fs:\n"
-        "        p = os.path.join(d, n)\n"
-        "        try: st = os.lstat(p)\n"
-        "        except OSError: continue\n"
-        "        if stat.S_ISSOCK(st.st_mode): print('file', p)\n"
-        "for line in open('/proc/net/unix').read().splitlines()[1:]:\n"
-        "    w = line.split()\n"
-        "    if len(w) > 7: print('named', w[7])\n"
-        "for fd in range(3, 4096):\n"
-        "    try: os.fstat(fd)\n"
-        "    except OSError: continue\n"
-        "    print('descriptor', fd)\n"
-        "if os.path.exists('/.rlsandbox'): print('/.rlsandbox')\n"
-    )
     async with local(mode) as backend, place(backend) as where:
-        ran = await where.run(["python3", "-c", script])
-        assert (ran.code, ran.out) == (0, ""), ran
-        # the same program finds one when there is one
-        ran = await where.run(
-            [
-                "python3",
-                "-c",
-                "import socket\ns = socket.socket(socket.AF_UNIX); s.bind('/tmp/s'); s.listen()\n" + script,
-            ]
-        )
-        assert "file /tmp/s" in ran.out
-        assert "named /tmp/s" in ran.out
+        await looks.keepers_socket_is_nowhere(where)
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_frames_written_to_every_descriptor_reach_no_keeper(mode: str) -> None:
-    """A HELLO, and a REQ that would end every process, written to whatever a command holds."""
-    from rlsandbox.keeper.frames import encode_fields, encode_message
-    from rlsandbox.keeper.wire import Op, Type
-
-    frames = encode_message(Type.HELLO, 0, encode_fields({"version": 1, "token": ""}))
-    frames += encode_message(Type.REQ, 7, encode_fields({"op": Op.KILL_ALL}))
-    script = (
-        f"import os\nfor fd in range(0, 256):\n    try: os.write(fd, {frames!r})\n    except OSError: pass\n"
-    )
     async with local(mode) as backend, place(backend) as where:
-        await where.sh("sleep 600 >/dev/null 2>&1 &")
-        ran = await where.run(["python3", "-c", script])
-        assert ran.code == 0
-        assert ran.out.encode() == frames.decode("utf-8", "replace").encode()
-        assert "sleep" in (await where.sh("cat /proc/[0-9]*/comm")).out
+        await looks.frames_reach_no_keeper(where)
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_two_sandboxes_share_nothing(mode: str) -> None:
-    word = "other-" + secrets.token_hex(8)
-    server = (
-        "import ctypes, socket, time\n"
-        f"a = socket.socket(socket.AF_UNIX); a.bind('\\0{word}'); a.listen()\n"
-        "b = socket.socket(); b.bind(('0.0.0.0', 8499)); b.listen()\n"
-        "assert ctypes.CDLL(None).shmget(0x4712, 4096, 0o1666) >= 0\n"
-        f"open('/dev/shm/{word}', 'w').close(); open('/tmp/{word}', 'w').close()\n"
-        f"print('up', flush=True); time.sleep(600)  # {word}\n"
-    )
-    client = (
-        "import ctypes, os, socket\n"
-        "def tried(name, f):\n"
-        "    try: f()\n"
-        "    except OSError: return\n"
-        "    print(name)\n"
-        f"tried('abstract', lambda: socket.socket(socket.AF_UNIX).connect('\\0{word}'))\n"
-        "tried('tcp', lambda: socket.create_connection(('127.0.0.1', 8499), 2))\n"
-        "if ctypes.CDLL(None).shmget(0x4712, 0, 0) >= 0: print('shm')\n"
-        f"for p in ('/dev/shm/{word}', '/tmp/{word}'): tried(p, lambda: os.stat(p))\n"
-        "for p in os.listdir('/proc'):\n"
-        f"    if p.isdigit() and int(p) != os.getpid() and '{word}' in open(f'/proc/{{p}}/cmdline').read():\n"
-        "        print('process', p)\n"
-    )
     async with local(mode) as backend, place(backend) as one, place(backend) as two:
-        started = await one.sh(
-            'mkfifo /tmp/.up; python3 -c "$CODE" > /tmp/.up 2>/dev/null &'
-            " read -r line < /tmp/.up; echo $line",
-            env={"CODE": server},
-        )
-        assert started.out == "up\n", started
-        inside = (await one.run(["python3", "-c", client])).out.split()
-        assert {"abstract", "tcp", "shm", f"/tmp/{word}"} <= set(inside), (
-            "control: in the same sandbox all of it works"
-        )
-        outside = await two.run(["python3", "-c", client])
-        assert (outside.code, outside.out.split()) == (0, []), outside
+        await looks.two_share_nothing(one, two)

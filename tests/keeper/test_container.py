@@ -139,6 +139,25 @@ def test_modes_are_found_by_doing_and_the_view_is_closed(kind: str) -> None:
     asyncio.run(main())
 
 
+def test_what_only_the_machines_root_may_read_is_covered() -> None:
+    """The root of a container is that one, to /proc: its slabs, its pages, the addresses of its kernel."""
+    names = [one.name for one in os.scandir("/proc") if one.is_file(follow_symlinks=False)]
+    told = [name for name in names if name.startswith("key") or not os.stat(f"/proc/{name}").st_mode & 0o004]
+    look = "cd /proc; for f in " + " ".join(told) + "; do head -c 1 $f 2>/dev/null | grep -q . && echo $f; done; true"
+
+    async def main() -> None:
+        async with container("plain", *LIMITS) as made, seat(made) as s:
+            assert s.client.welcome.mode == "userns"
+            for _ in range(2):
+                assert await s.sh(look) == (0, b"")
+                await s.client.reset("")
+            where = f"/proc/{made.pid}/root"
+            plain = subprocess.run(["sh", "-c", look.replace("/proc", f"{where}/proc", 1)], capture_output=True)
+            assert b"vmallocinfo" in plain.stdout, "control: the container's root does read them"
+
+    asyncio.run(main())
+
+
 def test_replace_where_nothing_better_works_and_why() -> None:
     async def main() -> None:
         async with container("plain", *LIMITS, "--mode", "replace") as made, seat(made) as s:

@@ -14,12 +14,12 @@ from rlsandbox.errors import SandboxDiedError
 from rlsandbox.keeper.client import AS_KEEPER, KeeperClient, KeeperFailure
 from rlsandbox.keeper.wire import Op
 from rlsandbox.reset.facts import Facts
-from tests.integration.test_residue import CENSUS, Told, every_kind, primed
 from tests.keeper.test_container import Seat, seat
 from tests.support import dirt
 from tests.support.container import why_not
-from tests.support.make_image import NO_BUSYBOX, busybox, f, layer
+from tests.support.make_image import NO_BUSYBOX, agents_layer, busybox, f, layer
 from tests.support.place import Place
+from tests.support.residue import Told, every_kind, primed
 from tests.support.rightless import image_root, rightless
 
 WHY = why_not() or (None if busybox() else NO_BUSYBOX)
@@ -34,12 +34,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         directory.chmod(0o755)
     extra = layer(
         [
-            f("etc/gitconfig", "[safe]\n\tdirectory = *\n[init]\n\tdefaultBranch = main\n"),
             f("home/agent/.profile", "umask 022\n", 0o644, 1000, 1000),
             f("srv/open", "anybody may write here\n", 0o666),
         ]
     )
-    return image_root(top / "root", [extra])
+    return image_root(top / "root", [agents_layer(), extra])
 
 
 @asynccontextmanager
@@ -248,21 +247,13 @@ async def test_it_needs_another_user(root: Path) -> None:
             pass
 
 
-async def test_every_kind_of_dirt(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    setup = "\n".join(line for line in dirt.SETUP.splitlines() if "/etc/gitconfig" not in line)
-    monkeypatch.setattr("tests.integration.test_residue.SETUP", setup)
-    # The pod's network outlives an episode, and with it the kernel's memory of connections that have ended.
-    census = CENSUS.replace("    print(name, [l for", "    lines = [l for l in lines if l.split()[3] != '06']\n    print(name, [l for")
-    assert census != CENSUS
-    monkeypatch.setattr("tests.integration.test_residue.CENSUS", census)
+async def test_every_kind_of_dirt(root: Path, capsys: Any) -> None:
     told = Told()
     async with pod(root, "--memory", str(2 << 30), "--pids", "400") as sandbox:
         where = Place(None, Member("pod", None, {"base": "image"}), sandbox.client)  # type: ignore[arg-type]
-        await every_kind(await primed(where, dirt.USER), told, whole=True)
+        suite = await primed(where, dirt.USER, setup=dirt.SETUP_OF_USER, shared=True)
+        await every_kind(suite, told, whole=True)
     with capsys.disabled():
-        print(f"\nresidue, manifest: {told.planted} kinds planted")
-        for what in ("refused", "skipped"):
-            for kind, why in sorted(getattr(told, what).items()):
-                print(f"  {what}: {kind}: {why}")
+        print("\n" + told.lines("manifest"))
     assert not told.failures, "\n".join(told.failures)
     assert told.planted >= 50

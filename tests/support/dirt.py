@@ -32,6 +32,9 @@ ln -s src/one.py link
 chown -R 1000:1000 /work /home/agent
 """
 
+SETUP_OF_USER = "\n".join(line for line in SETUP.splitlines() if "/etc/gitconfig" not in line)
+"""The same where commands may not write to /etc: the image has to have that file, and directories that are the user's."""
+
 PROLOGUE = r"""
 set -eu
 cd /work/repo

@@ -281,6 +281,14 @@ def changes_layer() -> bytes:
     )
 
 
+def agents_layer() -> bytes:
+    """What an ordinary user cannot make: a place for their repository, and git's own settings."""
+    settings = "[safe]\n\tdirectory = *\n[init]\n\tdefaultBranch = main\n"
+    return layer(
+        [d("work", 0o755, 1000, 1000), d("work/repo", 0o755, 1000, 1000), f("etc/gitconfig", settings)]
+    )
+
+
 def residue_image(path: Path, *, count: int = 5200, tag: str = "latest") -> Path:
     """The image of the residue suite, as an OCI layout in the new directory *path*.
 
@@ -288,6 +296,6 @@ def residue_image(path: Path, *, count: int = 5200, tag: str = "latest") -> Path
     root, agent (1000), tester (1001); setuid and setgid files; /bin, /sbin, /lib are links; over 5,000 files.
     """
     busybox_root, *tools = tools_layers()
-    layers = [busybox_root, *tools, many_files_layer(count), changes_layer()]
+    layers = [busybox_root, *tools, many_files_layer(count), changes_layer(), agents_layer()]
     config = {"Env": ["PATH=/usr/bin:/usr/sbin", "IMAGE=residue"], "WorkingDir": "/workspace"}
     return oci_layout(path, layers, config, tag)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from rlsandbox.backends.base import Member
+from rlsandbox.backends.base import Backend, Member
 from rlsandbox.backends.local import Local
 from rlsandbox.keeper.client import KeeperClient
 from rlsandbox.spec import Spec
@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Place:
-    backend: Local
+    backend: Backend
     member: Member
     client: KeeperClient
 
@@ -71,7 +71,7 @@ class Place:
 
 
 @asynccontextmanager
-async def place(backend: Local, spec: Spec | None = None) -> AsyncIterator[Place]:
+async def place(backend: Backend, spec: Spec | None = None) -> AsyncIterator[Place]:
     """A new sandbox of *backend*, disposed of at the end."""
     name = f"test-{os.getpid()}-{next(_numbers)}"
     member = await backend.provision(spec or Spec(), member=name, labels={}, deadline=60)

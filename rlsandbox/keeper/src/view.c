@@ -1,5 +1,7 @@
 /* Puts views together: the episode's, in its own mount namespace, where it becomes the root; and, for looking from
  * outside, what lies below the episode's upper layer. */
+#include <dirent.h>
+#include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
@@ -94,13 +96,51 @@ static int fs_on(int root, const char *type, const char *target, unsigned long f
     return r;
 }
 
+/* `name` of /proc is empty from now on. What does not exist is fine. */
+static int proc_cover(int proc, const char *name, struct err *e)
+{
+    struct stat st;
+    if (fstatat(proc, name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+        return 0;
+    int fd = k_open_tree(AT_FDCWD, S_ISDIR(st.st_mode) ? "/k/empty" : "/k/dev/null", K_OPEN_TREE_CLONE);
+    if (fd < 0)
+        return fail(e, errno, "cover /proc/%s", name);
+    int r = attr(fd, K_ATTR_RDONLY, e, "a part of /proc");
+    if (r == 0 && (r = k_move_mount(fd, "", proc, name)) < 0)
+        fail(e, errno, "mount on /proc/%s", name);
+    close(fd);
+    return r < 0 ? -1 : 0;
+}
+
+/* What the machine's root alone may read: in a container's /proc the episode's root would be that one. */
+static int proc_cover_roots(int proc, struct err *e)
+{
+    int fd = openat(proc, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    DIR *d = fd < 0 ? NULL : fdopendir(fd);
+    if (d == NULL) {
+        if (fd >= 0)
+            close(fd);
+        return fail(e, errno, "read /proc");
+    }
+    int r = 0;
+    struct dirent *x;
+    while (r == 0 && (x = readdir(d))) {
+        struct stat st;
+        if (x->d_name[0] == '.' || (x->d_name[0] >= '0' && x->d_name[0] <= '9') || fstatat(proc, x->d_name, &st, AT_SYMLINK_NOFOLLOW) < 0)
+            continue;
+        if ((S_ISREG(st.st_mode) || S_ISDIR(st.st_mode)) && (st.st_mode & 0444) && !(st.st_mode & 04))
+            r = proc_cover(proc, x->d_name, e);
+    }
+    closedir(d);
+    return r;
+}
+
 /* Parts of /proc that say or change something about the machine: read-only, or covered. What does not exist is fine. */
-static int proc_guard(int root, int proc, struct err *e)
+static int proc_guard(int proc, bool foreign, struct err *e)
 {
     static const char *const read_only[] = {"sys", "irq", "bus", "fs", "sysrq-trigger", "1" /* ours: its root may write there otherwise */};
     static const char *const covered[] = {"kcore", "keys", "key-users", "timer_list", "sched_debug", "latency_stats", "acpi", "scsi"};
-    (void)root;
-    for (size_t i = 0; i < COUNT_OF(read_only); i++) {
+    for (size_t i = 0; !foreign && i < COUNT_OF(read_only); i++) { /* a foreign one is read-only as a whole */
         int fd = k_open_tree(proc, read_only[i], K_OPEN_TREE_CLONE);
         if (fd < 0) {
             if (errno == ENOENT)
@@ -114,21 +154,10 @@ static int proc_guard(int root, int proc, struct err *e)
         if (r < 0)
             return -1;
     }
-    for (size_t i = 0; i < COUNT_OF(covered); i++) {
-        struct stat st;
-        if (fstatat(proc, covered[i], &st, AT_SYMLINK_NOFOLLOW) < 0)
-            continue;
-        int fd = k_open_tree(AT_FDCWD, S_ISDIR(st.st_mode) ? "/k/empty" : "/k/dev/null", K_OPEN_TREE_CLONE);
-        if (fd < 0)
-            return fail(e, errno, "cover /proc/%s", covered[i]);
-        int r = attr(fd, K_ATTR_RDONLY, e, "a part of /proc");
-        if (r == 0 && (r = k_move_mount(fd, "", proc, covered[i])) < 0)
-            fail(e, errno, "mount on /proc/%s", covered[i]);
-        close(fd);
-        if (r < 0)
+    for (size_t i = 0; i < COUNT_OF(covered); i++)
+        if (proc_cover(proc, covered[i], e) < 0)
             return -1;
-    }
-    return 0;
+    return foreign ? proc_cover_roots(proc, e) : 0;
 }
 
 /* all overlays and binds; the root's descriptor, or -1 */
@@ -220,7 +249,7 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
         *foreign_proc = true;
     }
     int proc = target_open(root, "/proc", e);
-    if (proc < 0 || (!*foreign_proc && proc_guard(root, proc, e) < 0))
+    if (proc < 0 || proc_guard(proc, *foreign_proc, e) < 0)
         return -1;
     if (fchdir(root) < 0)
         return fail(e, errno, "chdir to the new root");

@@ -1,0 +1,54 @@
+"""Every kind of dirt on real pods, in each mode that resets in place: found and named by verification, gone after a reset."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlsandbox.spec import Spec
+from tests.cluster.test_backend import TEST, Kubernetes
+from tests.support.dirt import ROOT, SETUP, SETUP_OF_USER, USER
+from tests.support.place import place
+from tests.support.residue import Told, every_kind, primed
+
+WHERE = [
+    ("privileged", "overlay", ROOT),
+    ("privileged", "overlay", USER),
+    ("baseline", "userns", ROOT),
+    ("baseline", "userns", USER),
+    ("baseline", "manifest", USER),
+]
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("level", "mode", "user"), WHERE)
+def test_every_kind_is_found_and_gone(
+    any_kubeconfig: Path, make_namespace: Callable[..., str], capsys: Any, level: str, mode: str, user: str
+) -> None:
+    alone = mode == "manifest"
+    spec = Spec(memory="2GiB", pids=400)
+    if alone:
+        spec = Spec(memory="2GiB", pids=400, user="1000", network="host")
+    told = Told()
+    backend = Kubernetes(
+        kubeconfig=str(any_kubeconfig), namespace=make_namespace(level), image=TEST, mode=mode
+    )
+
+    async def body() -> None:
+        try:
+            async with place(backend, spec) as where:
+                assert where.mode == mode
+                setup = SETUP_OF_USER if alone else SETUP
+                await every_kind(await primed(where, user, setup=setup, shared=alone), told, whole=True)
+        finally:
+            await backend.close()
+
+    asyncio.run(body())
+    with capsys.disabled():
+        print("\n" + told.lines(f"{mode}, as {user}"))
+    assert not told.failures, "\n".join(told.failures)
+    assert told.planted >= (50 if alone else 60)
