@@ -1,4 +1,4 @@
-"""The conformance suite on a real cluster, in the modes that reset in place."""
+"""The conformance suite on a real cluster, in each mode."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rlsandbox.testing.conformance import BackendConformance, OnePerClass
 from rlsandbox.testing.lone import LoneHost
 from tests.cluster import objects
 from tests.cluster.kube import Kube, pods
+from tests.support.rightless import NOT_IN_REPLACE
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes
@@ -63,3 +64,12 @@ class TestUserns(TestOverlay):
 class TestManifest(TestUserns):
     spec = Spec(memory="2GiB", user="1000", network="host")
     mode: ClassVar[str] = "manifest"
+
+
+class TestReplace(TestUserns):
+    """Nobody with any right, and nothing to look from outside with."""
+
+    skip: ClassVar[dict[str, str]] = {**TestUserns.skip, **NOT_IN_REPLACE}
+    spec = Spec(memory="2GiB", network="host")
+    level: ClassVar[str] = "restricted"
+    mode: ClassVar[str] = "replace"

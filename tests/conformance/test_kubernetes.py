@@ -26,7 +26,7 @@ pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbo
 from rlsandbox.backends.kubernetes import Kubernetes
 from tests.support.fake_apiserver import FakeApi, Pods, api_server, kubeconfig
 from tests.support.make_image import NO_BUSYBOX, busybox
-from tests.support.rightless import pod_of_its_own
+from tests.support.rightless import NOT_IN_REPLACE, pod_of_its_own
 
 pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
 
@@ -78,11 +78,7 @@ class TestManifest(TestKubernetes):
 class TestReplace(TestManifest):
     """Containers of the level restricted: nobody with any right, and nothing to look from outside with."""
 
-    skip: ClassVar[dict[str, str]] = {
-        "reset_": "its episode is its only one",
-        "pause": "pausing is watched from outside, which there is not",
-        "files_without_permission": "commands are nobody already",
-    }
+    skip: ClassVar[dict[str, str]] = NOT_IN_REPLACE
     spec = Spec(image="any", memory="2GiB", network="host")
     mode = "replace"
     keepers = staticmethod(functools.partial(pod_of_its_own, uid=65534))

@@ -198,8 +198,8 @@ STARTUP = [
     Dirt("autostart", "mkdir -p ~/.config/autostart; echo x > ~/.config/autostart/evil.desktop", "service", "evil.desktop"),
     _root("new account", "echo 'evil:x:0:0::/:/bin/sh' >> /etc/passwd", "rights", "/etc/passwd"),
     _root("sudoers", "mkdir -p /etc/sudoers.d; echo 'ALL ALL=NOPASSWD: ALL' > /etc/sudoers.d/evil", "rights", "/etc/sudoers.d/evil"),
-    _root("/etc/hosts", "echo '10.0.0.1 pypi.org' >> /etc/hosts", "network", "/etc/hosts"),
-    _root("/etc/resolv.conf", "rm -f /etc/resolv.conf; echo 'nameserver 10.0.0.1' > /etc/resolv.conf", "network", "/etc/resolv.conf"),
+    _root("/etc/hosts", "echo '10.0.0.1 pypi.org' 2>/dev/null >> /etc/hosts || refused '/etc/hosts is read-only'", "network", "/etc/hosts"),
+    _root("/etc/resolv.conf", "rm -f /etc/resolv.conf 2>/dev/null || refused '/etc/resolv.conf cannot be removed'; echo 'nameserver 10.0.0.1' > /etc/resolv.conf", "network", "/etc/resolv.conf"),
     Dirt("proxy for curl", "echo 'proxy=10.0.0.1' > ~/.curlrc", "network", "/.curlrc"),
 ]  # fmt: skip
 
