@@ -58,6 +58,10 @@ class Part:
     retired = False
     """Another of its kind has taken its place."""
 
+    def replaces(self, other: Part) -> bool:
+        """Whether it takes the place of *other*, which was there before."""
+        return type(self) is type(other)
+
     def retire(self) -> None:
         """Another takes its place."""
         self.retired = True
@@ -86,7 +90,7 @@ class _Attached:
                 around.wrap(name, during)
 
     def add(self, part: Part) -> None:
-        for old, wrapped in [pair for pair in self._parts if type(pair[0]) is type(part)]:
+        for old, wrapped in [pair for pair in self._parts if part.replaces(pair[0])]:
             wrapped.remove()
             old.retire()
             self._parts.remove((old, wrapped))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ from .rollout import ACTING, Rollout, no_sandbox
 
 if TYPE_CHECKING:
     from .training import SandboxTraining
+
+log = logging.getLogger("rlsandbox.trl")
 
 
 def _tool(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,6 +197,20 @@ class SandboxEnvironment:
         return (
             f"{text[: most // 2]}\n[... {len(text) - most:,} characters left out ...]\n{text[-(most // 2) :]}"
         )
+
+    def _leave(self, whole: bool) -> None:
+        """The batch is over: whatever still has its sandbox gives it back.
+
+        Nobody asked an environment without a ``get_reward`` for one, and other functions have scored it.
+        """
+        if whole and self._rollout is not None and not callable(self.get_reward):
+            rollout, self._rollout = self._rollout, None
+            rollout.unscored()
+        elif not whole:
+            try:
+                self._abandon("the batch was left by an exception")
+            except Exception as error:  # the one that is under way says more
+                log.warning("a rollout could not be ended: %s", error)
 
     def _abandon(self, cause: str) -> None:
         """Nobody asked for the reward; give the sandbox back."""

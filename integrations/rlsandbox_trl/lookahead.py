@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ class Peeking:
         self.sampler, self.size = sampler, size
         self.blocks: deque[list[int]] = deque()
         """Generation batches from the one being generated on, repeats of the same one left out."""
+        self.found = False
+        """The first of them is the one that was asked about last."""
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -43,6 +45,7 @@ class Peeking:
         source = iter(self.sampler)
         read: deque[list[int]] = deque()
         self.blocks.clear()
+        self.found = False
 
         def more() -> bool:
             block = list(islice(source, self.size))
@@ -60,12 +63,19 @@ class Peeking:
                 pass
             yield from block
 
-    def after(self, index: int) -> list[int]:
-        """The generation batch that follows the one with *index*; nothing when it is not known."""
-        for position, block in enumerate(self.blocks):
-            if index in block:
+    def after(self, ids: Sequence[str], names: Sequence[str]) -> list[int]:
+        """The generation batch that follows the one of which *ids* are rows; nothing when it is not known.
+
+        Rows are known by their names alone, *names* in the order of the indices; several may have the same.
+        """
+        wanted = Counter(ids)
+        # The batch that was found before is over: one with the same names that follows is meant. Except where
+        # nothing else fits: it is generated again.
+        for position in [*range(int(self.found), len(self.blocks)), 0]:
+            if position < len(self.blocks) and wanted <= Counter(names[i] for i in self.blocks[position]):
                 for _ in range(position):
                     self.blocks.popleft()
+                self.found = True
                 return self.blocks[1] if len(self.blocks) > 1 else []
         return []
 
@@ -91,6 +101,14 @@ class _LookAhead(Part):
         self._ids: list[str] = []
         self._next: list[rls.Task] = []
 
+    def replaces(self, other: Part) -> bool:
+        """Environments of several kinds may come from several trainings; each looks ahead for its own."""
+        return super().replaces(other) and not (
+            getattr(self._trainer, "_multi_environment", False)
+            and isinstance(other, _LookAhead)
+            and other._training is not self._training
+        )
+
     def install(self, hooks: Hooks) -> None:
         hooks.wrap("_get_train_sampler", self._sampler)
         hooks.wrap("_generate_and_score_completions", self._batch)
@@ -98,26 +116,38 @@ class _LookAhead(Part):
 
     def _sampler(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         found, trainer = original(*args, **kwargs), self._trainer
-        # Only where the rows are ours, in our order.
-        if getattr(trainer.train_dataset, "column_names", None) != ["prompt", "task_id"]:
+        rows = next((given for given in (*args, kwargs.get("dataset")) if given is not None), None)
+        rows = trainer.train_dataset if rows is None else rows
+        self._peeking = None
+        if "task_id" not in (getattr(rows, "column_names", None) or ()):
             return found
         self._peeking = Peeking(found, trainer.args.generation_batch_size)
-        self._ids = list(trainer.train_dataset["task_id"])
+        self._ids = [str(name) for name in rows["task_id"]]
         return self._peeking
 
     def _batch(self, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         mode = "" if self._trainer.model.training else "eval-"
         self._next = []
         if not mode and self._peeking is not None and inputs:
-            task_id = inputs[0].get("task_id")
-            index = self._ids.index(task_id) if task_id in self._training.tasks else -1
-            following = [self._training.tasks.get(self._ids[i]) for i in self._peeking.after(index)]
-            self._next = [task for task in following if task is not None]  # else the claim will say so
+            following = self._peeking.after([str(row.get("task_id")) for row in inputs], self._ids)
+            found = [self._training.tasks.get(self._ids[i]) for i in following]
+            self._next = [task for task in found if task is not None]  # else the claim will say so
+        whole = False
         try:
-            self._training._begin_batch(inputs, f"{mode}{self._trainer.state.global_step}")
-            return original(inputs, *args, **kwargs)
+            label = f"{mode}{self._trainer.state.global_step}"
+            self._training._begin_batch([row for row in inputs if self._ours(row)], label)
+            batch = original(inputs, *args, **kwargs)
+            whole = True
+            return batch
         finally:
-            self._training._end_batch()
+            self._training._end_batch(whole=whole)
+
+    def _ours(self, row: dict[str, Any]) -> bool:
+        """Whether the row's environment is made by our training: a trainer may have several kinds."""
+        if not getattr(self._trainer, "_multi_environment", False):
+            return True
+        factories = getattr(self._trainer, "environment_factories", None) or {}
+        return factories.get(row.get("environment")) is self._training
 
     def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         # After the resets: each claim takes off one of what is expected.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import inspect
 import itertools
 import logging
@@ -130,6 +131,7 @@ class _Turn:
         self.later = [{name: self._proxy(i, name, t) for name, t in d.items()} for i, d in enumerate(later)]
 
     def _proxy(self, i: int, name: str, tool: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(tool)  # what the interpreter says of arguments names the function
         def call(**arguments: Any) -> Any:
             self._start()
             ready = self._ready[i]

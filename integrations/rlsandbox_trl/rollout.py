@@ -273,8 +273,8 @@ class Rollout:
             self.missing = True
         self._count(completed=False, reward=None)
 
-    def _count(self, *, completed: bool, reward: float | None) -> None:
-        expected = self.task.grader is not None
+    def _count(self, *, completed: bool, reward: float | None, scored: bool = True) -> None:
+        expected = scored and self.task.grader is not None
         self.training._counter().ended(completed=completed, expected=expected, reward=reward)
 
     # ------------------------------------------------------------------ its end
@@ -315,14 +315,14 @@ class Rollout:
                     return self.complete(reward)
         return None
 
-    def complete(self, reward: float | None) -> float | None:
+    def complete(self, reward: float | None, *, scored: bool = True) -> float | None:
         """It ran to its end, with *reward*; None when the step went on without it."""
         with self._lock:
             if self.missing or self.done:
                 return reward if self.done else None
             self.done = True
         self.episode.complete(value={"steps": self.steps}, truncated=self.truncated, reward=reward)
-        self._count(completed=True, reward=reward)
+        self._count(completed=True, reward=reward, scored=scored)
         return reward
 
     def own_reward(self, method: Callable[[Any], float | None]) -> float | None:
@@ -350,9 +350,19 @@ class Rollout:
     def _settled(self, reward: float | None) -> float | None:
         if self.missing:
             return None
+        found = None if reward is None else float(reward)  # a tensor, say
+        if found is not None and not math.isfinite(found):
+            raise ValueError(
+                f"the reward of task {self.task.id!r} must be a finite number or None, not {found}"
+            )
         if not self.done:  # its own reward, not the grader's
-            self.complete(reward)
-        return reward
+            self.complete(found)
+        return found
+
+    def unscored(self) -> None:
+        """It ran to its end, and nobody asks us for a reward."""
+        if not self.missing and not self.done:
+            self.complete(None, scored=False)
 
     def _no_reward(self, error: SandboxError) -> None:
         if isinstance(error, CALLERS_MISTAKES) or not (error.infrastructure or self.missing):

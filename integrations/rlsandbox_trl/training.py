@@ -133,12 +133,25 @@ class SandboxTraining:
         from .parallel import parallel_tools
 
         versions.require_own_rollouts(trainer)
+        self._check_pools(trainer)
         self._check_room(trainer)
         parallel_tools(trainer, serial=serial)
         look_ahead(trainer, self)
         leave_out_missing(trainer, self._counter)
         # Last: its windows hold all of a batch.
         trainer.add_callback(SandboxCallback(trainer, lambda: self.pool, close=self._own))
+
+    def _check_pools(self, trainer: Any) -> None:
+        """A trainer's log has the numbers of one pool."""
+        factories = (getattr(trainer, "environment_factories", None) or {}).values()
+        for other in factories:
+            if not isinstance(other, SandboxTraining) or other is self:
+                continue
+            if self._own or other._own or other._pool is not self._pool:
+                raise ConfigError(
+                    "the environments of one trainer come from several trainings with pools of their own",
+                    hint="make one Pool and hand it to each as pool=",
+                )
 
     def _check_room(self, trainer: Any) -> None:
         args = trainer.args
@@ -149,8 +162,11 @@ class SandboxTraining:
             most *= local_processes()  # they share it
         if self._own and self._pool is None:
             self._pool_kwargs |= self._sizes(most)
+        self._require_room(most)
+
+    def _require_room(self, most: int) -> None:
+        """A rollout keeps its sandbox until the whole batch is graded: the rest would wait for ever."""
         if self.pool.max_size < most:
-            # A rollout keeps its sandbox until the whole batch is graded: the rest would wait for ever.
             raise ConfigError(
                 f"{most} rollouts are generated at once, the pool may have {self.pool.max_size} sandboxes",
                 hint=f"size={most}, or max_size={most}",
@@ -170,7 +186,7 @@ class SandboxTraining:
     # ------------------------------------------------------------------ for environments
 
     def _task_of(self, row: dict[str, Any]) -> rls.Task:
-        task = self.tasks.get(row.get("task_id", ""))
+        task = self._known(row)
         if task is None:
             known = "task_id" in row
             raise ConfigError(
@@ -179,13 +195,25 @@ class SandboxTraining:
             )
         return task
 
+    def _known(self, row: dict[str, Any]) -> rls.Task | None:
+        name = row.get("task_id")
+        return self.tasks.get(name) if isinstance(name, str) else None
+
     def _counter(self) -> Counter:
         return counter_of(self.pool)
 
     def _episode(self, task: rls.Task) -> rls.Episode:
         """The one that was begun ahead, else a new one."""
         waiting = self._ahead.get(task.id)
-        return waiting.popleft() if waiting else self._new(task)
+        if waiting:
+            return waiting.popleft()
+        # A reset of the user's own took another task than the row says: what was claimed for the row, and
+        # rows are reset in order, is in the way.
+        for unused in self._ahead.values():
+            if unused:
+                unused.popleft().cancel("the environment's reset took another task")
+                break
+        return self._new(task)
 
     def _new(self, task: rls.Task) -> rls.Episode:
         group = f"{task.id}@{self._label}" if self._label else None
@@ -218,6 +246,8 @@ class SandboxTraining:
         """Claim for all rollouts of a batch at once: the trainer resets one environment after the other."""
         for environment in self._environments:
             environment._abandon("the trainer went on without asking for the reward")
+        self._require_room(len(rows) * (local_processes() if self._own else 1))
+        tasks = [self._task_of(row) if self._resets_by_row() else self._known(row) for row in rows]
         self._batches += 1
         self._label, self._batch = label, f"trl-{os.getpid()}-{self._batches}"
         self._clock = BatchClock(self.pool.metrics.batch)
@@ -228,13 +258,21 @@ class SandboxTraining:
             if self._step_timeout is None
             else min(self._claim_timeout, self._step_timeout)
         )
-        for row in rows:
-            task = self._task_of(row)
+        for task in tasks:
+            if task is None:
+                continue
             episode = self._new(task)
             self._ahead.setdefault(task.id, deque()).append(episode)
             episode.begin_ahead(timeout=timeout)
 
-    def _end_batch(self) -> None:
+    def _resets_by_row(self) -> bool:
+        """Else a reset of the user's own says which task it is."""
+        return self._base.reset is SandboxEnvironment.reset
+
+    def _end_batch(self, *, whole: bool = True) -> None:
+        """*whole*: by its own way, not by an exception."""
+        for environment in self._environments:
+            environment._leave(whole)
         left = [episode for waiting in self._ahead.values() for episode in waiting]
         self._ahead.clear()
         if not self.pool.closed:

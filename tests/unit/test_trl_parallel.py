@@ -81,6 +81,7 @@ def play(
     parallel: bool,
     limit: int,
     kind: type[Environment] = Environment,
+    room: int = 90,
 ) -> Any:
     """The loop of a trainer whose model says what *turns* has, rollout by rollout."""
     n = len(turns)
@@ -101,7 +102,7 @@ def play(
 
     trainer = GRPOTrainer.__new__(GRPOTrainer)
     values = {
-        "max_tool_calling_iterations": limit, "use_vllm": False, "_is_vlm": False, "max_completion_length": 90,
+        "max_tool_calling_iterations": limit, "use_vllm": False, "_is_vlm": False, "max_completion_length": room,
         "model": SimpleNamespace(config=SimpleNamespace(max_position_embeddings=10_000)),
         "environments": environments, "environment_factories": {None: None}, "_env_tools": {None: []},
         "_batch_environments": [None] * n, "_tokenizer": None, "tools": [1],
@@ -133,9 +134,17 @@ def play(
 
 
 @settings(max_examples=150, deadline=None)
-@given(TURNS, st.integers(1, 3))
-def test_side_by_side_is_as_one_after_the_other(turns: Any, limit: int) -> None:
-    assert play(turns, True, limit) == play(turns, False, limit)
+@given(TURNS, st.integers(1, 3), st.sampled_from([90, 2000]))
+def test_side_by_side_is_as_one_after_the_other(turns: Any, limit: int, room: int) -> None:
+    """What does not fit is taken back; where all fits, what was answered to wrong arguments is compared."""
+    assert play(turns, True, limit, room=room) == play(turns, False, limit, room=room)
+
+
+def test_what_is_said_of_wrong_arguments_names_the_tool() -> None:
+    found, *_ = play([[([call("note", "text"), call("note", {"y": 1})], 1)]], True, 1, room=2000)
+    first, second = (message["content"] for message in found[1][0][1:3])
+    assert "Environment.note() argument after ** must be a mapping" in first
+    assert "Environment.note() got an unexpected keyword argument 'y'" in second
 
 
 def test_calls_of_different_rollouts_overlap() -> None:
@@ -186,9 +195,9 @@ def test_other_internals_are_left_alone(caplog: pytest.LogCaptureFixture) -> Non
     assert "one after the other" in caplog.text
 
 
-@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 9))
 def test_peeking_changes_no_order_and_knows_what_follows(
-    n: int, unique: int, each: int, repeats: int
+    n: int, unique: int, each: int, repeats: int, names: int
 ) -> None:
     from rlsandbox_trl.lookahead import Peeking
     from trl.trainer.utils import RepeatSampler
@@ -197,6 +206,7 @@ def test_peeking_changes_no_order_and_knows_what_follows(
         return RepeatSampler(list(range(n)), each, unique, repeats, seed=5)
 
     size = unique * each
+    name = [str(i % names) for i in range(n)]  # several rows may be of one task
     want = list(sampler())
     peeking = Peeking(sampler(), size)
     assert len(peeking) == len(want)
@@ -204,5 +214,8 @@ def test_peeking_changes_no_order_and_knows_what_follows(
     for index in peeking:
         got.append(index)
         if len(got) % (size * repeats) == 0:  # a generation batch with all its repeats has been given
-            assert peeking.after(got[-1]) == want[len(got) : len(got) + size]
+            present, following = got[-size:], want[len(got) : len(got) + size]
+            assert peeking.after([name[i] for i in present], name) == following
+            if names == n:  # generated once more, as after a checkpoint: still the present one
+                assert peeking.after([name[i] for i in present[:1]], name) == following
     assert got == want
