@@ -8,7 +8,7 @@ names and layers. The other plugins say more about what they recognise.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rlsandbox.hooks import Inspector, Residue, fact_fields, hookimpl
 
@@ -43,8 +43,20 @@ def _upper(inspector: Inspector) -> Iterator[Residue]:
         target, entries, *_ = fact_fields(line)
         if entries != "0" and not any(name.startswith(target.rstrip("/") + "/") for name in told):
             yield Residue("file", target, f"{entries} entries lie in this tree that no list of changes tells")
+    # A setup or a snapshot may have changed them: then they are as in its layer.
+    layers = {top[0]: top[1:] for top in (line.split("\t") for line in inspector.facts("top"))}
+    then = []
+    for line in inspector.baseline_facts("upper"):
+        target, entries, *how_it_was = line.split("\t")
+        own = layers.get(target, ())
+        then.append("\t".join((target, entries, *own, *how_it_was[len(own) :])))
     yield from _compared(
-        inspector, "upper", "file", lambda f: (f[0], " ".join(f[2:])), key=lambda line: _without(line, 1)
+        inspector,
+        "upper",
+        "file",
+        lambda f: (f[0], " ".join(f[2:])),
+        key=lambda line: _without(line, 1),
+        then_lines=tuple(then),
     )
 
 
@@ -90,9 +102,12 @@ def _compared(
     residue: str,
     word: Word,
     key: Callable[[str], str] = lambda line: line,
+    then_lines: Sequence[str] | None = None,
 ) -> Iterator[Residue]:
     """Facts of *kind* as a multiset against the baseline's; *key* leaves out what may differ."""
-    now_lines, then_lines = inspector.facts(kind), inspector.baseline_facts(kind)
+    now_lines = inspector.facts(kind)
+    if then_lines is None:
+        then_lines = inspector.baseline_facts(kind)
     if now_lines == then_lines:
         return
     now, then = Counter(map(key, now_lines)), Counter(map(key, then_lines))

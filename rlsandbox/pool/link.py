@@ -410,4 +410,6 @@ def _setup_failed(task: Task, result: Any) -> PrimeError:
     lines = (result.stderr.strip() or result.stdout.strip()).splitlines()
     said = f": {lines[-1][:300]}" if lines else ""
     how = "timed out" if result.timed_out else f"exited with {result.exit_code}"
+    if result.oom_killed:
+        how = "was over the sandbox's limit of memory"
     return PrimeError(f"its setup {how}{said}", task=task.id)

@@ -157,6 +157,14 @@ def test_a_setup_that_fails_is_the_tasks_fault(make: Callable[..., rls.Pool]) ->
     assert pool.stats().created == 2, "no sandbox is lost by it"
 
 
+def test_a_setup_that_needs_more_memory_than_there_is_says_so(make: Callable[..., rls.Pool]) -> None:
+    hungry = rls.Task(
+        id="m", setup="head -c 1G /dev/zero | tail -n 1 >/dev/null", spec=rls.Spec(memory="64MiB")
+    )
+    with pytest.raises(PrimeError, match="its setup was over the sandbox's limit of memory"):
+        make(size=1).claim(hungry, timeout=LONG)
+
+
 def test_a_workdir_that_cannot_be_made(make: Callable[..., rls.Pool]) -> None:
     pool = make(size=1)
     with pytest.raises(PrimeError):
@@ -176,6 +184,29 @@ def test_a_setup_that_removes_the_workdir(make: Callable[..., rls.Pool], left: s
     moved = rls.Task(id="m", workdir="/work", setup="rm -rf /work; mkdir /moved; ln -s /moved /work")
     with pool.claim(moved, timeout=LONG) as sandbox:
         assert sandbox.run("pwd -P").stdout == "/moved\n"
+
+
+def test_top_directories_are_those_of_setup_and_snapshot(make: Callable[..., rls.Pool]) -> None:
+    """``tar -xpf work.tar -C /`` gives the root itself the mode that the archive says."""
+    pool = make(size=2)
+    task = rls.Task(id="tops", setup="chmod 750 / && chown 5:6 / && chmod 775 /usr /etc")
+    look = "stat -c %a:%u:%g / /usr /etc"
+    primed = ["750:5:6", "775:0:0", "775:0:0"]
+    for _ in range(2):
+        with pool.claim(task, timeout=LONG) as first, pool.claim(task, timeout=LONG) as second:
+            for sandbox in (first, second):
+                assert sandbox.run(look).stdout.split() == primed
+                sandbox.run("chmod 711 / /usr; chown 7:8 /").check()
+    assert pool.stats().quarantined == 0
+    with pool.claim(task, timeout=LONG) as sandbox:
+        assert sandbox.run(look).stdout.split() == primed, "a reset puts them back"
+        sandbox.run("chmod 711 / /usr; chown 7:8 /").check()
+        changed = ["711:7:8", "711:0:0", "775:0:0"]
+        with sandbox.snapshot().fork(1, timeout=LONG) as kids:
+            assert kids[0].run(look).stdout.split() == changed
+        sandbox.hibernate()
+        sandbox.restore(timeout=LONG)
+        assert sandbox.run(look).stdout.split() == changed
 
 
 def test_claims_made_ahead(make: Callable[..., rls.Pool]) -> None:

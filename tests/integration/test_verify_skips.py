@@ -76,6 +76,24 @@ async def test_the_same_build_leaving_nothing_out_is_clean(
             assert await reset_and_verify(where, script) == []
 
 
+@pytest.mark.parametrize("mode", ["overlay", "userns"])
+async def test_a_top_directory_is_compared_with_that_of_the_layer(mode: str) -> None:
+    manager = plugin_manager(entry_points=False)
+    async with local(mode) as backend, place(backend) as where:
+        base = await take_baseline(where.client, mode=where.mode)
+        on_layer = base.on("primed")
+
+        async def left() -> list[Residue]:
+            return await run_verify(where.client, manager, task=None, baseline=on_layer, deadline_s=60)
+
+        assert (await where.sh("chmod 750 /usr")).code == 0
+        await where.client.seal("primed", kill=True)
+        await run_reset(where.client, manager, task=None, layer="primed", baseline=base, deadline_s=60)
+        assert await left() == []
+        assert (await where.sh("chmod 711 /usr")).code == 0  # and no reset
+        assert await left() == [Residue("file", "/usr", "is 0711 0 0 -, was 0750 0 0 -")]
+
+
 async def test_the_build_that_people_get_cannot_leave_anything_out() -> None:
     assert b"RLS_SKIP" not in build.keeper_binary().read_bytes()
     async with local() as backend, place(backend) as where:

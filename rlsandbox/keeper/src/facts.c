@@ -405,6 +405,17 @@ static void trees(struct worker *w)
     fd = mqueue_open(w->k);
     tree(w, "/dev/mqueue", fd);
     fd_close(&fd);
+    for (unsigned i = 0; w->k->nstack && i < w->k->set.overlays; i++) { /* of the layer; the base's are known */
+        struct stat st;
+        if (top_below(w->k, i, &st) < 0)
+            continue;
+        fact(w, "top");
+        field_s(w, w->k->set.overlay[i].target);
+        field_f(w, "%04o", st.st_mode & 07777);
+        field_f(w, "%u", st.st_uid);
+        field_f(w, "%u", st.st_gid);
+        fact_end(w);
+    }
 }
 
 static void lower(struct worker *w, const char *target, const char *name, const struct stat *st)

@@ -50,23 +50,29 @@ static int skel_add(const char *target, bool file, struct err *e)
     return 0;
 }
 
-static int tops_read(struct keeper *k, struct err *e)
+int top_below(const struct keeper *k, unsigned i, struct stat *top)
 {
     char path[64];
+    const struct overlay *o = &k->set.overlay[i];
+    if (k->nstack)
+        path_join(path, sizeof path, "/k/s/%u/u/%u", k->stack[0], i);
+    else
+        path_join(path, sizeof path, o->n ? "/k/l/%u" : "/k/skel", o->first);
+    if (stat(path, top) < 0)
+        return -1;
+    if (top->st_uid > 65535 || top->st_gid > 65535 || k->set.one_id) /* not mapped */
+        top->st_uid = top->st_gid = 0;
+    return 0;
+}
+
+static int tops_read(struct keeper *k, struct err *e)
+{
     for (unsigned i = 0; i < k->set.overlays; i++) {
         struct overlay *o = &k->set.overlay[i];
-        if (k->nstack)
-            path_join(path, sizeof path, "/k/s/%u/u/%u", k->stack[0], i);
-        else
-            path_join(path, sizeof path, o->n ? "/k/l/%u" : "/k/skel", o->first);
-        if (stat(path, &o->top) < 0)
+        if (top_below(k, i, &o->top) < 0)
             return fail(e, errno, "look at the base of %s", o->target);
         if (!S_ISDIR(o->top.st_mode))
             return fail(e, ENOTDIR, "use the base of %s", o->target);
-        if (o->top.st_uid > 65535 || o->top.st_gid > 65535) /* not mapped */
-            o->top.st_uid = o->top.st_gid = 0;
-        if (k->set.one_id)
-            o->top.st_uid = o->top.st_gid = 0;
     }
     return 0;
 }

@@ -166,6 +166,7 @@ int place_new(struct keeper *k, const char *path, const char *name, bool limited
 void place_drop(struct keeper *k, const char *path, const char *name, bool sealed);
 /* large ones are freed by a helper; on a disk a sealed one stays */
 void upper_forget(struct keeper *k, unsigned generation, bool sealed);
+int top_below(const struct keeper *k, unsigned i, struct stat *top); /* what overlay i's top must be like: the layer's or base's */
 int top_like(const char *path, const struct stat *st, struct err *e);
 uint64_t tmpfs_used(const char *path);
 
