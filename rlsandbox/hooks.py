@@ -9,6 +9,7 @@ of their own with a deadline. They run last-registered first, so a user's plugin
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -287,12 +288,27 @@ def plugin_manager(
             if not impl.optionalhook:  # else what it was written for would silently not be done
                 like = nearest(hook, [name for name in vars(Specs) if name.startswith("rlsandbox_")])
                 raise ConfigError(f"plugins: {impl.plugin_name}: there is no hook {hook}{like}")
+        for impl in caller.get_hookimpls() if not hook.startswith("_") else ():
+            _runs_when_called(impl, hook)
     # Not from the manager's own list: that holds every name that was blocked.
     names = {*known, *(point.name for point in importlib.metadata.entry_points(group=PROJECT))}
     unknown = sorted(blocked - names)
     if unknown:
         raise ConfigError(f"block: no plugin is called {unknown[0]!r}{nearest(unknown[0], names)}")
     return manager
+
+
+def _runs_when_called(impl: pluggy.HookImpl, hook: str) -> None:
+    """A coroutine or a generator that nobody goes through would silently do nothing."""
+    function = impl.function
+    wrapper = impl.wrapper or impl.hookwrapper
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        how = "async"
+    elif inspect.isgeneratorfunction(function) and not wrapper and hook != "rlsandbox_verify":
+        how = "a generator (it has a yield)"
+    else:
+        return
+    raise ConfigError(f"plugins: {impl.plugin_name}: {hook} is {how}: hooks are plain functions")
 
 
 def _load_installed(manager: pluggy.PluginManager) -> None:

@@ -236,7 +236,7 @@ def to_dict(value: Failure | Record) -> dict[str, Any]:
         item = getattr(value, f.name)
         if isinstance(item, Failure):
             item = to_dict(item)
-        if item is None or item == "":
+        if item is None or (item == "" and f.default == ""):  # a policy's value may well be an empty text
             continue
         out[f.name] = item
     return out

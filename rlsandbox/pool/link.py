@@ -261,9 +261,8 @@ class KeeperLink:
         except SandboxDiedError:
             raise
         except Exception as error:
-            raise PrimeError(
-                f"a plugin's rlsandbox_prime raised {type(error).__name__}: {error}", task=task.id
-            ) from error
+            said = f"{type(error).__name__}: {getattr(error, 'message', error)}"
+            raise PrimeError(f"a plugin's rlsandbox_prime raised {said}", task=task.id) from error
 
     async def reset(
         self, layer: str | None, *, task: Task | None, credentials: Sequence[Credentials]

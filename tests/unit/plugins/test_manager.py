@@ -41,6 +41,32 @@ def test_a_hook_that_there_is_not() -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_hooks_that_would_silently_do_nothing_are_refused() -> None:
+    class Async:
+        @hookimpl
+        async def rlsandbox_reset(self, resetter: Any) -> None:
+            pass
+
+    class Generator:
+        @hookimpl
+        def rlsandbox_reset(self, resetter: Any) -> Any:
+            yield
+
+    class Fine:
+        @hookimpl
+        def rlsandbox_verify(self, inspector: Any) -> Any:
+            yield
+
+        @hookimpl(wrapper=True)
+        def rlsandbox_record(self, record: Any) -> Any:
+            return (yield)
+
+    for plugin, how in ((Async(), "async"), (Generator(), "a generator")):
+        with pytest.raises(ConfigError, match=f"rlsandbox_reset is {how}.*plain functions"):
+            plugin_manager([plugin], entry_points=False)
+    plugin_manager([Fine()], entry_points=False)
+
+
 def test_an_installed_plugin_that_cannot_be_loaded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
