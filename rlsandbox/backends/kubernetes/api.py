@@ -15,27 +15,27 @@ import os
 import random
 from collections import Counter
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from kubernetes.aio import client as _client
-from kubernetes.aio import config as _config
-from kubernetes.aio.config.config_exception import ConfigException
 
 from ...errors import ConfigError, ProvisionError, SandboxError, ThrottledError
+from .credentials import SERVICE_ACCOUNT, Credentials
 
 log = logging.getLogger("rlsandbox.kubernetes")
-k8s: Any = _client
-k8s_config: Any = _config  # the client says nothing of its types
+k8s: Any = _client  # it says nothing of its types
 
 TIMEOUT_S = 30.0
 PAGE = 500
 """Objects a page of a listing."""
-_SA = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _FIRST_S, _LONGEST_S = 0.2, 8.0
+_RENEWALS = 2
+"""Of the credentials, for one request: others may have had them renewed while it was on its way."""
 JSON = dict[str, Any]
 
 
@@ -82,15 +82,17 @@ class Api:
         *,
         namespace: str,
         where: str,
-        loader: Any = None,
+        credentials: Credentials,
         write_rate: float = 50.0,
     ) -> None:
         self.namespace, self.where = namespace, where
         self.requests: Counter[str] = Counter()
         """How many requests have been made, by verb; ``throttled`` and ``repeated`` among them."""
-        self._client, self._loader = client, loader
+        self._client, self._credentials = client, credentials
         self._bucket = Bucket(write_rate)
-        self._reload_lock = asyncio.Lock()
+        self._certificates = credentials.certificates()
+        self._older: builtins.list[aiohttp.ClientSession] = []
+        """Connections made with certificates that were renewed since: streams may still run over them."""
 
     @classmethod
     async def connect(
@@ -111,40 +113,31 @@ class Api:
         settings.retries = None  # repeated here, where it is known what may be
         path = kubeconfig or os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
         files = [part for part in path.split(os.pathsep) if Path(part).is_file()]  # noqa: ASYNC240 - once
-        if not files and kubeconfig is None and context is None and _SA.joinpath("token").exists():
-            k8s_config.load_incluster_config(client_configuration=settings)
-            own = _SA.joinpath("namespace")
-            spoken = namespace or (own.read_text().strip() if own.exists() else "default")
-            where = f"the cluster of this pod ({settings.host})"
-            return cls(k8s.ApiClient(settings), namespace=spoken, where=where, write_rate=write_rate)
-        if not files:
+        in_pod = kubeconfig is None and context is None and SERVICE_ACCOUNT.joinpath("token").exists()
+        if not files and not in_pod:
             raise ConfigError(
                 f"no cluster to talk to: {path} does not exist, and this is no pod with a service account",
                 hint="set KUBECONFIG, or Kubernetes(kubeconfig=...)",
             )
+        credentials = Credentials(settings, files, path, context)
+        current = await credentials.load()
+        if files:
+            spoken = namespace or current.get("context", {}).get("namespace") or "default"
+            where = f"context {current['name']!r} ({settings.host})"
+        else:
+            own = SERVICE_ACCOUNT.joinpath("namespace")
+            spoken = namespace or (own.read_text().strip() if own.exists() else "default")
+            where = f"the cluster of this pod ({settings.host})"
         try:
-            loader = await k8s_config.load_kube_config(
-                config_file=os.pathsep.join(files), context=context, client_configuration=settings,
-                persist_config=False,
-            )  # fmt: skip
-            current = loader.current_context
-        except ConfigException as error:
-            known, _ = _contexts(files)
-            hint = f"contexts there: {', '.join(known)}" if known else ""
-            raise ConfigError(
-                f"kubeconfig {path}: {_one_line(error)}" + (f" (context {context!r})" if context else ""),
-                hint=hint,
-            ) from error
-        except Exception as error:  # whatever a broken file makes of the parser
-            raise ConfigError(f"kubeconfig {path} cannot be read: {_one_line(error)}") from error
-        spoken = namespace or current.get("context", {}).get("namespace") or "default"
-        where = f"context {current['name']!r} ({settings.host})"
-        return cls(
-            k8s.ApiClient(settings), namespace=spoken, where=where, loader=loader, write_rate=write_rate
-        )
+            client = k8s.ApiClient(settings)
+        except (OSError, ValueError) as error:  # of certificates and keys that are none
+            raise ConfigError(f"credentials of {where} cannot be used: {_one_line(error)}") from error
+        return cls(client, namespace=spoken, where=where, credentials=credentials, write_rate=write_rate)
 
     async def close(self) -> None:
         await self._client.close()
+        for session in self._older:
+            await session.close()
 
     # -- requests ------------------------------------------------------------------------------------
 
@@ -218,12 +211,13 @@ class Api:
         """Ask until there is an answer, or *limit* seconds are over."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit
-        delay, renewed = _FIRST_S, False
+        delay, renewals = _FIRST_S, 0
         while True:
             if method != "GET":
                 await self._bucket.take()
             left = deadline - loop.time()
             wait: float
+            used = self._credentials.number
             try:
                 async with asyncio.timeout(max(0.05, left)):
                     response = await self._request(method, path, query, body, content_type, max(0.05, left))
@@ -236,10 +230,10 @@ class Api:
             else:
                 if status < 300:
                     return json.loads(text) if text else {}
-                failure = _error(status, text, self.where)
-                if status == 401 and not renewed and await self._renew():
-                    renewed = True
+                if status == 401 and renewals < _RENEWALS and await self._renew(used):
+                    renewals += 1
                     continue
+                failure = self._error(status, text)
                 if status == 429:
                     self.requests["throttled"] += 1
                     retry_after = _seconds(response.headers.get("Retry-After"))
@@ -286,29 +280,38 @@ class Api:
     async def _authorize(self, headers: dict[str, str], path: str, method: str) -> None:
         await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, None)
 
-    async def _renew(self) -> bool:
-        """Look for newer credentials (a token file, an exec plugin); False when there are none."""
-        if self._loader is None:
+    async def _renew(self, used: int) -> bool:
+        """Look for newer credentials than *used* (in file, token file, plugin); False when there are none."""
+        if not await self._credentials.renew(used):
             return False
-        async with self._reload_lock:
-            before = dict(self._client.configuration.api_key)
-            try:
-                await self._loader.load_and_set(self._client.configuration)
-            except Exception as error:
-                log.warning("credentials could not be renewed: %s", _one_line(error))
-                return False
-            return before != dict(self._client.configuration.api_key)
+        rest, now = self._client.rest_client, self._credentials.certificates()
+        if now != self._certificates and now:
+            self._certificates = now
+            settings = self._client.configuration
+            rest.ssl_context.load_cert_chain(settings.cert_file, keyfile=settings.key_file)
+            if rest.pool_manager is not None:  # its connections are still known by the old ones
+                self._older.append(rest.pool_manager)
+                rest.pool_manager = None
+        return True
+
+    def _error(self, status: int, text: bytes) -> SandboxError:
+        error = _error(status, text, self.where)
+        if status == 401 and self._credentials.trouble:
+            error.hint = f"newer ones cannot be had: {self._credentials.trouble}"
+        return error
 
     async def stream(self, path: str, query: Mapping[str, str], *, silent_s: float) -> aiohttp.ClientResponse:
         """A response to read from as it comes (a watch); *silent_s*: how long it may say nothing."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=silent_s)
-        response = await self._request("GET", path, query, None, "application/json", timeout)
-        if response.status >= 300:
+        for turn in count():
+            used = self._credentials.number
+            response = await self._request("GET", path, query, None, "application/json", timeout)
+            if response.status < 300:
+                return response
             text = await response.read()
-            if response.status == 401:
-                await self._renew()
-            raise _error(response.status, text, self.where)
-        return response
+            if response.status != 401 or turn >= _RENEWALS or not await self._renew(used):
+                raise self._error(response.status, text)
+        raise AssertionError("unreachable")
 
     async def websocket(self, path: str, query: str) -> aiohttp.ClientWebSocketResponse:
         """An exec stream.
@@ -316,12 +319,7 @@ class Api:
         Raises:
             ApiError: the server refused. OSError, aiohttp.ClientError: it could not be reached.
         """
-        self.requests["exec"] += 1
-        headers = {"sec-websocket-protocol": "v4.channel.k8s.io"}
-        await self._authorize(headers, path, "GET")
         rest = self._client.rest_client
-        if rest.pool_manager is None:
-            rest.pool_manager = rest._create_pool_manager()
         url = self._client.configuration.host + path + "?" + query
         url = "ws" + url.removeprefix("http")
         extra: dict[str, Any] = {}
@@ -329,15 +327,23 @@ class Api:
             extra["server_hostname"] = self._client.configuration.tls_server_name
         if rest.proxy:
             extra["proxy"] = rest.proxy
-        try:
-            ws: aiohttp.ClientWebSocketResponse = await rest.pool_manager.ws_connect(
-                url, headers=headers, max_msg_size=0, autoping=True, **extra
-            )
-        except aiohttp.WSServerHandshakeError as error:
-            if error.status == 401:
-                await self._renew()
-            raise _error(error.status, b"", self.where) from error
-        return ws
+        for turn in count():
+            self.requests["exec"] += 1
+            used = self._credentials.number
+            headers = {"sec-websocket-protocol": "v4.channel.k8s.io"}
+            await self._authorize(headers, path, "GET")
+            if rest.pool_manager is None:
+                rest.pool_manager = rest._create_pool_manager()
+            try:
+                ws: aiohttp.ClientWebSocketResponse = await rest.pool_manager.ws_connect(
+                    url, headers=headers, max_msg_size=0, autoping=True, **extra
+                )
+            except aiohttp.WSServerHandshakeError as error:
+                if error.status != 401 or turn >= _RENEWALS or not await self._renew(used):
+                    raise self._error(error.status, b"") from error
+            else:
+                return ws
+        raise AssertionError("unreachable")
 
 
 def _error(status: int, text: bytes, where: str) -> SandboxError:
@@ -367,14 +373,6 @@ def _error(status: int, text: bytes, where: str) -> SandboxError:
     error = ApiError(" ".join(message.split()), **how)
     error.status, error.reason = status, reason
     return error
-
-
-def _contexts(files: list[str]) -> tuple[list[str], str]:
-    try:
-        contexts, current = k8s_config.list_kube_config_contexts(os.pathsep.join(files))
-        return [context["name"] for context in contexts], current["name"]
-    except Exception:  # only for a hint
-        return [], ""
 
 
 def _seconds(text: str | None) -> float | None:

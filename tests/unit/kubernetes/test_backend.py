@@ -474,12 +474,11 @@ def test_credentials_that_expire_are_read_anew(tmp_path: Path) -> None:
         backend = w.backend()
         await make(backend)
         w.api.token = "new"
-        w.file.write_text(kubeconfig(w.api.url, token="new"))
-        # The file is as the client read it: what it names (a token file, an exec plugin) is asked again.
         with pytest.raises(ApiError, match="wrong or has expired") as caught:
             await make(backend, "m2")
         assert caught.value.kind == "unauthorized" and not caught.value.retryable
-        w.api.token = None
+        w.file.write_text(kubeconfig(w.api.url, token="new"))
+        await make(backend, "m3")
         await backend.close()
 
     run(tmp_path, body)
