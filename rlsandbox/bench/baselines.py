@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -211,7 +212,8 @@ class _Peer:
     @contextlib.asynccontextmanager
     async def _claimed(self, member: str) -> AsyncIterator[str]:
         name = f"{self.pool}-{member}"
-        body = manifests.claim(name, self.pool, run=self.label, member=member, labels={}, lifetime_s=3600)
+        ends = self.api.now() + datetime.timedelta(hours=1)
+        body = manifests.claim(name, self.pool, run=self.label, member=member, labels={}, ends=ends)
         try:
             await self.api.create(self.paths.claims, body, limit=WAIT_S)
 

@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from typing import Any
 
 from aiohttp import WSMsgType, web
@@ -54,6 +56,8 @@ class FakeApi:
         """Each event of a watch comes twice."""
         self.exec: Callable[[str], Any] | None = None
         self.token: str | None = None
+        self.ahead_s = 0.0
+        """Of its clock before ours."""
         self._version = itertools.count(1)
         self._at = 0
         self._changed = asyncio.Condition()
@@ -277,6 +281,11 @@ async def api_server() -> AsyncIterator[FakeApi]:
     fake.put("/api/v1/namespaces", {"metadata": {"name": "rls"}})
     app = web.Application(client_max_size=8 << 20)
     app.router.add_route("*", "/{tail:.*}", fake.handle)
+
+    async def date(_: web.Request, response: web.StreamResponse) -> None:
+        response.headers["Date"] = formatdate(time.time() + fake.ahead_s, usegmt=True)
+
+    app.on_response_prepare.append(date)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

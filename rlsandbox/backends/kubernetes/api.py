@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import builtins
+import contextlib
+import datetime
 import json
 import logging
 import os
 import random
 from collections import Counter
 from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,7 @@ PAGE = 500
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _FIRST_S, _LONGEST_S = 0.2, 8.0
+_SAME_CLOCK_S = 2.0
 _RENEWALS = 2
 """Of the credentials, for one request: others may have had them renewed while it was on its way."""
 JSON = dict[str, Any]
@@ -93,6 +97,7 @@ class Api:
         self._certificates = credentials.certificates()
         self._older: builtins.list[aiohttp.ClientSession] = []
         """Connections made with certificates that were renewed since: streams may still run over them."""
+        self._ahead = datetime.timedelta()
 
     @classmethod
     async def connect(
@@ -133,6 +138,18 @@ class Api:
         except (OSError, ValueError) as error:  # of certificates and keys that are none
             raise ConfigError(f"credentials of {where} cannot be used: {_one_line(error)}") from error
         return cls(client, namespace=spoken, where=where, credentials=credentials, write_rate=write_rate)
+
+    def now(self) -> datetime.datetime:
+        """The API server's clock, by its last answer: what others there judge by it is not told by ours."""
+        return datetime.datetime.now(datetime.UTC) + self._ahead
+
+    def _hear(self, response: aiohttp.ClientResponse) -> None:
+        date = response.headers.get("Date")
+        with contextlib.suppress(TypeError, ValueError):
+            told = parsedate_to_datetime(date or "")
+            ahead = told - datetime.datetime.now(told.tzinfo)
+            # It tells whole seconds, and it was on its way: as much is no difference.
+            self._ahead = ahead if abs(ahead.total_seconds()) > _SAME_CLOCK_S else datetime.timedelta()
 
     async def close(self) -> None:
         await self._client.close()
@@ -275,6 +292,7 @@ class Api:
             method, url, headers=headers, body=body, _request_timeout=timeout
         )
         response: aiohttp.ClientResponse = answer.response
+        self._hear(response)
         return response
 
     async def _authorize(self, headers: dict[str, str], path: str, method: str) -> None:

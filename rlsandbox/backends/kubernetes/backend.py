@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import logging
 import secrets
 from asyncio import StreamReader, StreamWriter
@@ -292,12 +293,11 @@ class Kubernetes(Backend):
             raise
 
     async def _body(self, cluster: Cluster, place: _Place) -> tuple[JSON, str]:
-        how: dict[str, Any] = {
-            "run": self._run, "member": place.member, "labels": place.labels, "lifetime_s": self._lifetime,
-        }  # fmt: skip
+        how: dict[str, Any] = {"run": self._run, "member": place.member, "labels": place.labels}
         if not cluster.crds:
             pod = await cluster.pod_for(place.spec, place.wish)
             how["pod_labels"] = manifests.labels_for(place.spec, cluster.shape)
+            how["lifetime_s"] = self._lifetime
             return manifests.plain_pod(place.name, pod, **how), cluster.paths.pods
         if self._named is not None:
             if place.spec.image is not None:
@@ -313,7 +313,8 @@ class Kubernetes(Backend):
             pool = self._named
         else:
             pool = await cluster.pool_for(place.spec, place.wish)
-        return manifests.claim(place.name, pool, **how), cluster.paths.claims
+        ends = cluster.api.now() + datetime.timedelta(seconds=self._lifetime)
+        return manifests.claim(place.name, pool, ends=ends, **how), cluster.paths.claims
 
     async def _late(self, place: _Place, deadline: float) -> SandboxError:
         """The error of a sandbox that was not ready in time: with what is known of it."""

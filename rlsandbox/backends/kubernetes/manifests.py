@@ -308,17 +308,16 @@ def _metadata(name: str, run: str, member: str, labels: Mapping[str, str]) -> JS
 
 
 def claim(
-    name: str, pool: str, *, run: str, member: str, labels: Mapping[str, str], lifetime_s: float
+    name: str, pool: str, *, run: str, member: str, labels: Mapping[str, str], ends: datetime.datetime
 ) -> JSON:
-    """A SandboxClaim that ends by itself after *lifetime_s*, should everything else fail."""
-    end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=lifetime_s)
+    """A SandboxClaim that ends by itself, by the cluster's clock, should everything else fail."""
     return {
         "apiVersion": names.API_VERSION,
         "kind": "SandboxClaim",
         "metadata": _metadata(name, run, member, labels),
         "spec": {
             "warmPoolRef": {"name": pool},
-            "lifecycle": {"shutdownTime": end.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"},
+            "lifecycle": {"shutdownTime": ends.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"},
             "additionalPodMetadata": {"labels": {names.POD_RUN: run}},
         },
     }

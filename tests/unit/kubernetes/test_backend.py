@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -566,6 +567,29 @@ def test_reap_takes_what_is_dead_and_spares_the_rest(tmp_path: Path) -> None:
         await api.close()
         await live.close()
         await dead.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
+def test_a_machine_whose_clock_is_wrong_is_not_taken_for_dead(tmp_path: Path, ahead_s: float) -> None:
+    async def body(w: World) -> None:
+        w.api.ahead_s = ahead_s
+        live = w.backend(lifetime=1800)
+        await make(live, "alive")
+        api = await w.client()
+        assert await leftovers(api) == []
+        now, (lease,) = (
+            api.now(),
+            w.api.objects["/apis/coordination.k8s.io/v1/namespaces/rls/leases"].values(),
+        )
+        renewed = datetime.datetime.fromisoformat(lease["spec"]["renewTime"])
+        assert abs((now - renewed).total_seconds()) < 30  # and once dead, it is not alive for an hour more
+        (claim,) = w.api.objects[CLAIMS].values()
+        ends = datetime.datetime.fromisoformat(claim["spec"]["lifecycle"]["shutdownTime"])
+        assert 1700 < (ends - now).total_seconds() <= 1801
+        await api.close()
+        await live.close()
 
     run(tmp_path, body)
 
