@@ -66,7 +66,9 @@ class _LeaveOut(Part):
     def _batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._any = False
         batch = original(*args, **kwargs)
-        if self._any:
+        # RLOO's loss is one of whole sequences: without an advantage they have no part in it, and without
+        # their tokens their ratio to the old policy overflows.
+        if self._any and "num_items_in_batch" in batch:
             self._silence(batch)
         return batch
 
@@ -86,7 +88,7 @@ class _LeaveOut(Part):
 def missing(trainer: Any, n: int) -> list[bool]:
     """Which of the *n* rollouts of this process infrastructure broke."""
     flags = [False] * n
-    for i, environment in enumerate(trainer.environments or []):
+    for i, environment in enumerate(getattr(trainer, "environments", None) or []):
         flags[i] |= bool(getattr(environment, "_missing", False))
     for function in trainer.reward_funcs:
         for i, flag in enumerate(getattr(function, "missing", ())):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import os
 import signal
 from collections.abc import Iterator
@@ -145,3 +146,58 @@ def test_the_trainer_takes_it_as_it_is(example: Any, tmp_path: Any, pool: rls.Po
         assert entry["sandbox/coverage"] == 1.0 and entry["sandbox/claims"] == 4
         assert entry["sandbox/blocked_s"] > 0
     assert pool.closed
+
+
+class Broken:
+    """A reward function of which infrastructure broke the first rollout."""
+
+    __name__ = "broken"
+    missing: list[bool] = []  # noqa: RUF012
+
+    def __call__(self, completions: Any, **row: Any) -> list[float | None]:
+        self.missing = [i == 0 for i, _ in enumerate(completions)]
+        return [None if gone else float(i) for i, gone in enumerate(self.missing)]
+
+
+def test_rloo_with_code_as_an_answer(example: Any, tmp_path: Any) -> None:
+    import torch
+    from datasets import Dataset
+    from trl import RLOOConfig, RLOOTrainer
+
+    def also(completions: Any, **row: Any) -> list[float]:
+        return [float(i) for i, _ in enumerate(completions)]
+
+    words = example.tokenizer()
+    pool = rls.Pool(size=2)
+    code = sandbox_reward(pool, command="test -f answer.py", answer=lambda text: text or "x")
+    trainer = RLOOTrainer(
+        model=example.model(words), processing_class=words, reward_funcs=[code, Broken(), also],
+        train_dataset=Dataset.from_dict({"prompt": ["write", "more"] * 4}),
+        args=RLOOConfig(
+            output_dir=str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, num_generations=2,
+            num_iterations=2, max_completion_length=40, save_strategy="no", report_to=[], use_cpu=True, beta=0.0,
+            bf16=False, disable_tqdm=True, logging_steps=1, learning_rate=1e-2, seed=1,
+        ),
+    )  # fmt: skip
+    trainer.add_callback(SandboxCallback(trainer, pool))
+    leave_out_missing(trainer)
+    seen: list[Any] = []
+    losses: list[float] = []
+    plain = trainer.compute_loss
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:  # the log takes a loss that is NaN for 0
+        loss = plain(*args, **kwargs)
+        losses.append(float(loss))
+        return loss
+
+    trainer.compute_loss = compute_loss
+    score = trainer._calculate_rewards
+    trainer._calculate_rewards = lambda *a: seen.append(score(*a)) or seen[-1]
+    trainer.train()
+    assert pool.closed
+    first, *_ = trainer.state.log_history
+    assert first["sandbox/claims"] == 4 and first["sandbox/coverage"] == 1.0
+    assert len(seen) == 2  # generated twice for three steps
+    assert all(rewards[0].isnan().all() and not rewards[1:].isnan().any() for rewards in seen)
+    assert all(torch.isfinite(weights).all() for weights in trainer.model.parameters())
+    assert len(losses) == 3 and all(math.isfinite(loss) for loss in losses)
