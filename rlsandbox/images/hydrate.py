@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
@@ -124,6 +126,10 @@ class _Work:
         )
         self._ends: dict[str, asyncio.Future[JSON]] = {}
         self._number = 0
+        self._refused: dict[str, str] = {}
+        """By pod: why there is no room for it yet."""
+        self._asked: set[tuple[str, str]] = set()
+        """What pods ask for because a quota of the namespace demands it: ``("limits", "cpu")`` ..."""
 
     async def __aenter__(self) -> _Work:
         await self.cluster.lease.begin()
@@ -165,17 +171,36 @@ class _Work:
     async def _pull(self, name: str, pull: Pull) -> None:
         from ..backends.kubernetes.api import ApiError
 
-        body = self._pod(name, pull, await self.cluster.keeper())
+        keeper = await self.cluster.keeper()
         ended: asyncio.Future[JSON] = asyncio.get_running_loop().create_future()
         self._ends[name] = ended
-        try:
-            await self.api.create(self.paths.pods, body, limit=self.timeout)
-        except ApiError as error:
-            raise ProvisionError(
-                f"a pod on node {pull.node} could not be made: {error.message}", kind=error.kind,
-                retryable=error.retryable, hint=error.hint or _RIGHTS,
-            ) from error  # fmt: skip
+        delay = _FIRST_S
+        while True:
+            asked = set(self._asked)
+            try:
+                await self.api.create(self.paths.pods, self._pod(name, pull, keeper), limit=self.timeout)
+                break
+            except ApiError as error:
+                if "exceeded quota" in error.message:  # others' pods end, and ours: it waits for its turn
+                    self._refused[name] = error.message
+                    await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+                    delay = min(delay * 2, _LONGEST_S)
+                    continue
+                if self._demanded(error.message) - asked:
+                    continue
+                raise ProvisionError(
+                    f"a pod on node {pull.node} could not be made: {error.message}", kind=error.kind,
+                    retryable=error.retryable, hint=error.hint or _RIGHTS,
+                ) from error  # fmt: skip
+        self._refused.pop(name, None)
         await ended
+
+    def _demanded(self, message: str) -> set[tuple[str, str]]:
+        """What a quota wants pods to ask for; from now on they do."""
+        found = _MUST.findall(message.partition("must specify")[2])
+        wanted = {(kind or "requests", what) for kind, what in found}
+        self._asked |= wanted
+        return wanted
 
     def _changed(self, what: str, pod: JSON) -> None:
         """By the watch: has this pod's image come?"""
@@ -194,7 +219,9 @@ class _Work:
             return
         for row in status.get("containerStatuses") or ():
             state = row.get("state") or {}
-            if state.get("terminated") or state.get("running") or row.get("imageID"):
+            died = state.get("terminated")
+            ran = state.get("running") or (died and died.get("reason") != _NEVER_RAN)
+            if ran or row.get("imageID"):
                 ended.set_result(pod)  # what is run in an image is there
                 return
         if status.get("phase") in ("Succeeded", "Failed"):
@@ -208,6 +235,8 @@ class _Work:
     def _last_word(self, name: str, image: str) -> str:
         from ..backends.kubernetes import failures
 
+        if name in self._refused:
+            return f": {self._refused.pop(name)}"
         pod = self.watch.store.get(name)
         verdict = failures.of_pod(pod, image) if pod is not None else None
         return f": {verdict.error.message}" if verdict is not None else ""
@@ -251,6 +280,8 @@ class _Work:
                 {"name": names.KEEPER_VOLUME, "configMap": {"name": config_map, "defaultMode": 0o555}}
             ],
         }
+        for kind, what in self._asked:
+            spec["containers"][0].setdefault("resources", {}).setdefault(kind, {})[what] = _LITTLE[what]
         if shape.tolerations:
             spec["tolerations"] = [dict(row) for row in shape.tolerations]
         if shape.pull_secrets:
@@ -267,6 +298,11 @@ class _Work:
 
 
 JSON = dict[str, Any]
+_FIRST_S, _LONGEST_S = 0.5, 10.0
+_NEVER_RAN = "ContainerStatusUnknown"
+"""What a kubelet says of the containers of a pod that it gave up, also of those that it never started."""
+_LITTLE = {"cpu": "10m", "memory": "32Mi", "ephemeral-storage": "16Mi"}
+_MUST = re.compile(r"(?:(requests|limits)\.)?(cpu|memory|ephemeral-storage) for:")
 _RIGHTS = "hydration makes and removes pods: bind the role rlsandbox-plain-pods of `rlsandbox template rbac`"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from rlsandbox.errors import SandboxError
 from rlsandbox.images import Pull
@@ -213,8 +214,12 @@ def test_images_are_brought_a_few_at_a_time_and_nothing_is_left(tmp_path: Path) 
         assert sorted(order[-3:]) == ["i4", "i5", "i5"]
         assert made[0]["spec"]["imagePullSecrets"] == [{"name": "s"}]
         assert made[0]["spec"]["containers"][0]["command"] == ["/.rlsandbox/keeper", "version"]
-        terms = made[0]["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        assert terms["nodeSelectorTerms"][0]["matchFields"][0]["values"] == ["a"]
+        where: list[str] = []
+        for one in made:
+            affinity = one["spec"]["affinity"]["nodeAffinity"]
+            (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
+            where += term["matchFields"][0]["values"]
+        assert sorted(where) == ["a"] * 6 + ["b"] * 6
 
     run(tmp_path, body)
 
@@ -237,13 +242,22 @@ def test_what_cannot_be_brought_is_said_and_hinders_nothing_else(tmp_path: Path)
             "slow": waiting("ImagePullBackOff", "back-off: 503"),
             "full": {"conditions": [no_room]},
             "evicted": {"phase": "Failed", "reason": "Evicted", "message": "low on disk"},
-        }
-        done = await hydrate(pulls("gone", "slow", "full", "evicted", "good"), api, backend.shape, timeout=1)
+            # As kubelets tell of a container that never started, because its image filled the disk.
+            "filled": {
+                "phase": "Failed", "reason": "Evicted", "message": "disk pressure", "containerStatuses": [
+                    {"imageID": "", "state": {"terminated": {"reason": "ContainerStatusUnknown", "exitCode": 137}}}
+                ],
+            },
+        }  # fmt: skip
+        done = await hydrate(
+            pulls("gone", "slow", "full", "evicted", "filled", "good"), api, backend.shape, timeout=1
+        )
         said = {row.pull.image: row.error.message if row.error else "" for row in done.rows}
         assert "gone: not found" in said["gone"]
         assert said["slow"].startswith("image slow was not on node a after 1 s: image slow cannot be had")
         assert "0/1 nodes" in said["full"]
         assert "low on disk" in said["evicted"]
+        assert "disk pressure" in said["filled"]
         assert said["good"] == ""
         assert not fake.objects[PODS]
 
@@ -287,6 +301,63 @@ def test_no_right_to_make_pods(tmp_path: Path) -> None:
         done = await hydrate(pulls("i"), api, backend.shape)
         assert done.rows[0].error is not None
         assert "rlsandbox-plain-pods" in (done.rows[0].error.hint or "")
+
+    run(tmp_path, body)
+
+
+def quota(fake: FakeApi, says: Callable[[JSON], str]) -> None:
+    """Have creations of pods refused as the admission of quotas does, as long as *says* says why."""
+    honest = fake._do
+
+    async def do(request: web.Request) -> web.StreamResponse:
+        if request.method == "POST" and request.path == PODS:
+            why = says(await request.json())
+            if why:
+                body = {
+                    "kind": "Status",
+                    "reason": "Forbidden",
+                    "code": 403,
+                    "message": f'pods "x" is forbidden: {why}',
+                }
+                return web.json_response(body, status=403)
+        return await honest(request)
+
+    fake._do = do  # type: ignore[method-assign]
+
+
+def test_pods_wait_for_their_turn_in_a_quota(tmp_path: Path) -> None:
+    async def body(fake: FakeApi, api: Api, backend: Kubernetes) -> None:
+        kubelets = Kubelet(fake)
+        full = "exceeded quota: few, requested: pods=1, used: pods=2, limited: pods=2"
+        quota(fake, lambda _: full if len(fake.objects.get(PODS, {})) >= 2 else "")
+        done = await hydrate(pulls(*(f"i{n}" for n in range(6))), api, backend.shape, per_node=6)
+        assert (len(done.failed), kubelets.made) == (0, 6)
+        assert kubelets.most <= 2
+        quota(fake, lambda _: full)
+        done = await hydrate(pulls("i"), api, backend.shape, timeout=1)
+        assert done.rows[0].error is not None
+        assert full in done.rows[0].error.message
+
+    run(tmp_path, body)
+
+
+def test_what_a_quota_wants_pods_to_say_is_said(tmp_path: Path) -> None:
+    async def body(fake: FakeApi, api: Api, backend: Kubernetes) -> None:
+        Kubelet(fake)
+
+        def must(item: JSON) -> str:
+            there = item["spec"]["containers"][0].get("resources", {})
+            if there == {"limits": {"cpu": "10m", "memory": "32Mi"}, "requests": {"memory": "32Mi"}}:
+                return ""
+            return "failed quota: must: must specify limits.cpu for: image; limits.memory for: image; memory for: image"
+
+        quota(fake, must)
+        done = await hydrate(pulls("a", "b"), api, backend.shape)
+        assert not done.failed
+        quota(fake, lambda _: "failed quota: must: must specify requests.nvidia.com/gpu for: image")
+        done = await hydrate(pulls("a"), api, backend.shape)
+        assert done.rows[0].error is not None
+        assert "nvidia.com/gpu" in done.rows[0].error.message
 
     run(tmp_path, body)
 
