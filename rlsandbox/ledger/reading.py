@@ -7,6 +7,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -32,7 +33,9 @@ def read(paths: Iterable[Path], waiting: Iterable[Event] = ()) -> Book:
     files, more = list(paths), list(waiting)
     if len(files) == 1 and not more:
         return fold(stream(files[0]))
-    return fold(_once([*map(stream, files), more]))
+    runs = Counter(map(places.first_of, files))
+    parts = (stream(file, one_of_many=runs[places.first_of(file)] > 1) for file in files)
+    return fold(_once([*parts, more]))
 
 
 def _once(sources: Iterable[Iterable[Event]]) -> Iterator[Event]:
@@ -89,8 +92,15 @@ def events_of(path: Path) -> list[Event]:
     return list(stream(path))
 
 
-def stream(path: Path) -> Iterator[Event]:
-    """:func:`events_of`, each made when it is asked for; the rows are all read at once, at the first."""
+class _Empty(ValueError):
+    """An SQLite file with nothing in it."""
+
+
+def stream(path: Path, *, one_of_many: bool = False) -> Iterator[Event]:
+    """:func:`events_of`, each made when it is asked for; the rows are all read at once, at the first.
+
+    *one_of_many*: of a run that has other files. An empty one is just being made by another process.
+    """
     if not os.path.isfile(path):
         raise LedgerError(f"there is no ledger {path}", infrastructure=False)
     if path.suffix == ".jsonl":
@@ -102,6 +112,9 @@ def stream(path: Path) -> Iterator[Event]:
         rows.reverse()
         while rows:
             yield event_of(rows.pop(), source)
+    except _Empty as error:
+        if not one_of_many:
+            raise LedgerError(f"the ledger {path} cannot be read: {error}") from error
     except (sqlite3.Error, ValueError, OSError) as error:
         raise LedgerError(f"the ledger {path} cannot be read: {error}") from error
 
@@ -176,7 +189,8 @@ def _query(path: Path, how: str) -> list[Row]:
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
         if application != APPLICATION:
-            raise ValueError("it is no rlsandbox ledger")
+            (anything,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+            raise (ValueError if application or anything else _Empty)("it is no rlsandbox ledger")
         if version > FORMAT:
             raise ValueError(f"it has format {version}, this version of rlsandbox knows {FORMAT}")
         return db.execute("SELECT n, at, kind, rollout, data FROM events ORDER BY n").fetchall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -346,6 +347,25 @@ def test_what_is_no_ledger(tmp_path: Path) -> None:
     db.close()
     with pytest.raises(LedgerError, match=r"other\.db cannot be read: it is no rlsandbox ledger"):
         reading.events_of(tmp_path / "other.db")
+
+
+@pytest.mark.parametrize("so_far", ["nothing", "WAL"])
+def test_a_part_of_the_run_that_another_process_is_just_making(tmp_path: Path, so_far: str) -> None:
+    import sqlite3
+
+    with contextlib.closing(Ledger.open("run", tmp_path)) as first:
+        first.request(TASK).end("completed")
+        being_made = tmp_path / "run+5.db"
+        with contextlib.closing(sqlite3.connect(being_made)) as db:
+            if so_far == "WAL":
+                db.execute("PRAGMA journal_mode=WAL")
+            being_made.touch()
+            with contextlib.closing(Ledger.open("run", tmp_path)) as other:
+                assert other.path not in (first.path, being_made)
+                assert other.request(TASK).log.index == 1
+            assert len(reading.read(reading.run_files(first.path)).rollouts) == 2
+    with pytest.raises(LedgerError, match="it is no rlsandbox ledger"):
+        reading.read([being_made])
 
 
 def test_events_in_any_order_of_files() -> None:
