@@ -103,14 +103,23 @@ class OnePerClass(Fixtures):
         yield from lone_host(backend, portal)
 
 
+IN_PROC = (
+    "in_proc() { d=/proc/$1; read -r own _ </proc/self/stat; [ $own = $$ ] && return; "
+    "for d in /proc/[0-9]*; do read -r s <$d/stat; case $s in *'(rls-'*) continue;; esac; n=; "
+    'while read -r k v; do [ "$k" = NSpid: ] && n=$v && break; done <$d/status; '
+    "case $n in *[!0-9]$1) return;; esac; done 2>/dev/null; d=/proc/gone; }; "
+)
+"""In sh: ``d`` is where /proc, which may be that of a namespace further out, has the process ``$1``."""
+
+
 def gone(sandbox: Sandbox, pids: str) -> bool:
     """Whether none of these processes (numbers in words) lives in the sandbox. A zombie does not live.
 
     A new episode counts from the beginning again: who looks, and what is the keeper's, may bear the number.
     """
     check = (
-        "for p in " + " ".join(pids.split()) + "; do "
-        "[ $p != $$ ] && [ -r /proc/$p/stat ] && read -r s </proc/$p/stat && "
+        IN_PROC + "for p in " + " ".join(pids.split()) + "; do "
+        "[ $p != $$ ] && in_proc $p && [ -r $d/stat ] && read -r s <$d/stat && "
         "case $s in *'(rls-'*) continue;; esac && "
         "case ${s##*) } in Z*|X*) ;; *) echo $p;; esac; done 2>/dev/null; :"
     )

@@ -154,9 +154,11 @@ class Grading(Fixtures):
 
     def test_grade_reward_file(self, make: Callable[..., Sandbox]) -> None:
         def graded(command: str, before: str = "true") -> object:
-            sandbox = make(_task(Grader(command=command, reward="file:/tmp/reward")))
-            sandbox.run(before, check=True)
-            return sandbox.grade()
+            with make(
+                _task(Grader(command=command, reward="file:/tmp/reward"))
+            ) as sandbox:  # there are two dozen
+                sandbox.run(before, check=True)
+                return sandbox.grade()
 
         outcome = graded("echo ' 0.25 ' >/tmp/reward; exit 1")
         assert (outcome.reward, outcome.passed) == (0.25, False)  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from ..backends.base import Backend
 from ..sandbox import Sandbox
 from ..task import Task
 from ._commands import LONG
-from ._fixtures import Fixtures, gone, inner
+from ._fixtures import IN_PROC, Fixtures, gone, inner
 from .lone import LoneHost
 
 
@@ -141,7 +141,7 @@ class Lifecycle(Fixtures):
 
     def test_pause_remembers_who_was_stopped(self, sandbox: Sandbox) -> None:
         pid = sandbox.run(f"sleep {LONG} >/dev/null & kill -STOP $!; echo $!").stdout.strip()
-        state = f"read -r s </proc/{pid}/stat; s=${{s##*) }}; s=${{s%% *}}"
+        state = f"{IN_PROC} in_proc {pid}; read -r s <$d/stat; s=${{s##*) }}; s=${{s%% *}}"
         sandbox.run(f"{state}; while [ $s != T ]; do sleep 0.01; {state}; done", timeout=LONG)
         sandbox.pause()
         sandbox.resume()
