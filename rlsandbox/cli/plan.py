@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,27 +87,32 @@ async def _run(
 ) -> int:
     from ..images import Plan, demand_of, plan_images
 
+    config = load_config(how["config_file"], how["profile"], {"backend": "kubernetes"})
+    given = config.spec
+    spec = Spec(
+        image=how["image"] or given.image, memory=how["memory"] or given.memory, cpu=how["cpu"] or given.cpu,
+        isolation=given.isolation,
+    )  # fmt: skip
     backend = None
     if how["nodes"] is None:
         kind: Any = backend_class("kubernetes")  # a clear word where its extra is not installed
-        options = dict(
-            load_config(how["config_file"], how["profile"], {"backend": "kubernetes"}).backend.options
-        )
+        options = dict(config.backend.options)
         options |= {key: how[name] for key, name in _OPTIONS.items() if how[name] is not None}
         backend = kind(**options)
     api = await backend.connect_api() if backend is not None else None
     try:
+        shape, notes = await _shape(api, backend, spec) if backend is not None else (None, ())
         if source is not None:
             plan = Plan.load(source)
         else:
             assert tasks is not None
-            default = how["image"] or (backend.shape.image if backend is not None else None)
-            spec = Spec(memory=how["memory"], cpu=how["cpu"])
             demand = demand_of(
-                load_tasks(tasks, limit=how["limit"]), group_size=how["group_size"], default=default
-            )
-            inventory = await _inventory(api, backend, spec, how)
-            arch = _arch(backend)
+                load_tasks(tasks, limit=how["limit"]), group_size=how["group_size"], spec=spec,
+                default=shape.image if shape is not None else None,
+            )  # fmt: skip
+            inventory = await _inventory(api, shape, spec, how)
+            inventory = replace(inventory, notes=(*inventory.notes, *notes))
+            arch = _arch(shape)
             images = {} if how["offline"] else await _ask(demand, arch, how)
             plan = plan_images(
                 demand, images, inventory, split=how["split"], assumed=parse_size(how["assume"], "--assume"),
@@ -120,10 +126,9 @@ async def _run(
             _print(plan)
         if carry_out:
             assert api is not None
-            assert backend is not None
             if how["wave"] >= plan.waves:
                 raise ConfigError(f"--wave {how['wave']}: the plan has {plan.waves}, from 0")
-            done = await _apply(plan, api, backend.shape, how)
+            done = await _apply(plan, api, shape, how)
     finally:
         if api is not None:
             await api.close()
@@ -138,15 +143,29 @@ async def _run(
 _OPTIONS = {"context": "cluster", "namespace": "namespace", "image": "image"}
 
 
-def _arch(backend: Any) -> str:
-    if backend is None:
+async def _shape(api: Any, backend: Any, spec: Spec) -> tuple[Any, tuple[str, ...]]:
+    """The shape of sandboxes' pods, with what their RuntimeClass adds; and what could not be learned."""
+    from ..images.inventory import scheduling
+
+    shape = backend.shape
+    name = shape.gvisor_class if spec.isolation == "gvisor" else shape.runtime_class
+    if name is None:
+        return shape, ()
+    labels, tolerations, notes = await scheduling(api, name)
+    return replace(
+        shape, node_selector={**shape.node_selector, **labels}, tolerations=(*shape.tolerations, *tolerations)
+    ), notes
+
+
+def _arch(shape: Any) -> str:
+    if shape is None:
         return "amd64"
     from ..backends.kubernetes.manifests import ARCH
 
-    return ARCH[backend.shape.arch]
+    return ARCH[shape.arch]
 
 
-async def _inventory(api: Any, backend: Any, spec: Spec, how: dict[str, Any]) -> Inventory:
+async def _inventory(api: Any, shape: Any, spec: Spec, how: dict[str, Any]) -> Inventory:
     from ..images import Inventory, Node
 
     if api is None:
@@ -155,10 +174,10 @@ async def _inventory(api: Any, backend: Any, spec: Spec, how: dict[str, Any]) ->
         return Inventory(made, ("nodes are made up: --nodes",))
     from ..images.inventory import read_inventory  # needs the extra
 
-    labels = [f"{key}={value}" for key, value in backend.shape.node_selector.items()]
+    labels = [f"{key}={value}" for key, value in shape.node_selector.items()]
     selector = ",".join([*labels, *([how["selector"]] if how["selector"] else [])])
     found = await read_inventory(
-        api, spec=spec, selector=selector, arch=_arch(backend), tolerations=backend.shape.tolerations
+        api, spec=spec, selector=selector, arch=_arch(shape), tolerations=shape.tolerations
     )
     if not found.nodes:
         raise ConfigError(f"{api.where} has no node" + (f" with labels {selector}" if selector else ""))

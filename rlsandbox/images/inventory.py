@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..backends.kubernetes.nodes import taints, tolerated
-from ..errors import SandboxError
+from ..errors import ConfigError, SandboxError
 from ..spec import Spec
 from .model import Inventory, Node
 
@@ -89,6 +89,29 @@ async def read_inventory(
     if not disks and ask_kubelets is False:
         notes.append("kubelets were not asked: how full disks are is not known")
     return Inventory(nodes, tuple(notes))
+
+
+async def scheduling(api: Api, name: str) -> tuple[dict[str, str], tuple[JSON, ...], tuple[str, ...]]:
+    """What a RuntimeClass adds to its pods: labels of nodes, tolerations; and what could not be learned.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    try:
+        found = await api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{name}")
+    except SandboxError as error:
+        status = getattr(error, "status", 0)
+        if status == 404:
+            raise ConfigError(
+                f"{api.where} has no RuntimeClass {name!r}",
+                kind="no_runtime_class",
+                hint="kubectl get runtimeclasses",
+            ) from error
+        if status != 403:
+            raise
+        return {}, (), (f"RuntimeClass {name} may not be read: on which nodes its pods run is not known",)
+    rules = found.get("scheduling") or {}
+    return dict(rules.get("nodeSelector") or {}), tuple(rules.get("tolerations") or ()), ()
 
 
 async def _disks(api: Api, names: list[str], notes: list[str]) -> dict[str, tuple[int, int]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +89,15 @@ class Node:
 
     def has(self, image: Image) -> bool:
         """Whether the image is there under its name, or by its digest under another."""
-        if any(alias in self.images for alias in aliases(image.name)):
-            return True
-        return image.digest is not None and any(name.endswith("@" + image.digest) for name in self.images)
+        return _among(image, self.images)
+
+    def uses(self, image: Image) -> bool:
+        """Whether pods on it use the image, whatever they call it."""
+        return _among(image, self.in_use)
+
+    def size_of(self, name: str) -> int | None:
+        """Bytes of an image, as this node tells; None: it does not."""
+        return next((size for alias in aliases(name) if (size := self.images.get(alias))), None)
 
 
 @dataclass(frozen=True)
@@ -152,6 +159,12 @@ def demand_of(
     return sorted(rows, key=lambda row: (-row.rollouts, row.image))
 
 
+def _among(image: Image, names: Collection[str]) -> bool:
+    if any(alias in names for alias in aliases(image.name)):
+        return True
+    return image.digest is not None and any(name.endswith("@" + image.digest) for name in names)
+
+
 def aliases(name: str) -> tuple[str, ...]:
     """Names under which a node may list the image *name*: with the registry and tag that are meant."""
     host, rest, tag, digest = split_name(name)
@@ -173,16 +186,21 @@ def split_name(name: str) -> tuple[str, str, str, str]:
     else:
         host, path = "docker.io", rest
     last = path.rpartition("/")[2]
-    tag = ""
+    tag = colon = ""
     if ":" in last:
-        path, _, tag = path.rpartition(":")
+        path, colon, tag = path.rpartition(":")
     if host == "docker.io" and "/" not in path:
         path = f"library/{path}"
     good = path and not path.startswith("/") and not path.endswith("/") and "//" not in path
-    plain = all(char.isalnum() or char in "._-/" for char in path) and path == path.lower()
-    if not (good and plain) or any(char.isspace() for char in name) or (at and ":" not in digest):
+    plain = bool(_PATH.match(path)) and (not colon or bool(_TAG.match(tag)))
+    if not (good and plain) or any(char.isspace() for char in name) or (at and not _DIGEST.match(digest)):
         raise ConfigError(f"{name!r} is no name of an image")
     return host, path, tag or "latest", digest
+
+
+_PATH = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*\Z")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\Z")
+_DIGEST = re.compile(r"[a-z0-9]+([+._-][a-z0-9]+)*:[0-9a-fA-F]{32,}\Z")
 
 
 def to_json(value: Any) -> Any:

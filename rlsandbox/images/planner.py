@@ -193,6 +193,7 @@ class _Work:
         self.notes = list(inventory.notes)
         self.pulls: dict[tuple[int, str, str], Pull] = {}
         self.unknown: set[str] = set()
+        self.sizes: dict[str, int] = {}
         self.position = {node.name: at for at, node in enumerate(self.nodes)}
         count = len(self.nodes)
         self.held: dict[str, np.ndarray] = {}
@@ -223,7 +224,7 @@ class _Work:
         self.filled[:] = [node.busy for node in self.nodes]
         for image in self.images.values():
             there = self._has(image.name)
-            used = np.array([image.name in node.in_use for node in self.nodes], dtype=bool)
+            used = np.array([node.uses(image) for node in self.nodes], dtype=bool)
             for layer in image.layers or () if there.any() else ():
                 self._mask(self.held, layer.digest)[there] = True
                 self._mask(self.counted, layer.digest)[there & used] = True
@@ -238,9 +239,16 @@ class _Work:
         image = self.images.get(name)
         if image is None or image.layers is None:
             self.unknown.add(name)
-            size = next((node.images[name] for node in self.nodes if name in node.images), self.assumed)
+            size = self.told(name)
             return (Layer(f"unknown:{name}", size),)
         return tuple({layer.digest: layer for layer in image.layers}.values())
+
+    def told(self, name: str) -> int:
+        """Bytes of an image whose layers nobody tells."""
+        if name not in self.sizes:
+            sizes = (node.size_of(name) for node in self.nodes)
+            self.sizes[name] = next((size for size in sizes if size), self.assumed)
+        return self.sizes[name]
 
     def by_family(self, rows: Sequence[Demand]) -> list[Demand]:
         """*rows* with images that share a large layer side by side, the families that share most first."""

@@ -362,6 +362,49 @@ def test_what_a_quota_wants_pods_to_say_is_said(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("isolation", ["auto", "gvisor"])
+def test_the_settings_of_the_sandboxes_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], isolation: str
+) -> None:
+    """Image, sizes and RuntimeClass of the configuration: which nodes, how many sandboxes, which pods."""
+
+    async def body(fake: FakeApi, api: Api, backend: Kubernetes) -> None:
+        Kubelet(fake)
+        fake.put("/api/v1/nodes", node("a"))
+        taint = {"key": "sandboxed", "effect": "NoSchedule"}
+        fake.put("/api/v1/nodes", node("b", taints=[taint]))
+        fake.objects["/api/v1/nodes"]["b"]["metadata"]["labels"]["kind"] = "sandboxed"
+        fake.objects["/api/v1/nodes"]["a"]["metadata"]["labels"]["kind"] = "plain"
+        rules = {"nodeSelector": {"kind": "sandboxed"}, "tolerations": [{**taint, "operator": "Exists"}]}
+        fake.put("/apis/node.k8s.io/v1/runtimeclasses", {"metadata": {"name": "safe"}, "scheduling": rules})
+        key = "gvisor_class" if isolation == "gvisor" else "runtime_class"
+        (tmp_path / "rl.toml").write_text(
+            f'[pool.spec]\nimage = "x:1"\nmemory = "3GiB"\nisolation = "{isolation}"\n'
+            f'[pool.backend]\nname = "kubernetes"\n{key} = "safe"\n'
+        )
+        (tmp_path / "t.jsonl").write_text(json.dumps({"id": "t", "prompt": "p"}) + "\n")
+        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+        how = [
+            "plan",
+            str(tmp_path / "t.jsonl"),
+            "--config",
+            str(tmp_path / "rl.toml"),
+            "--offline",
+            "--json",
+        ]
+        assert await asyncio.to_thread(main, [*how, "--group-size", "5", "--apply"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert [(row["image"], row["node"]) for row in told["pulls"]] == [("x:1", "b")]
+        assert any("5 rollouts and room for 2 sandboxes" in note for note in told["notes"])
+        (made,) = [item for _, kind, path, item in fake.history if path == PODS and kind == "ADDED"]
+        assert made["spec"]["tolerations"] == rules["tolerations"]
+        fake.drop("/apis/node.k8s.io/v1/runtimeclasses", "safe")
+        assert await asyncio.to_thread(main, how) == 2
+        assert "no RuntimeClass 'safe'" in capsys.readouterr().err
+
+    run(tmp_path, body)
+
+
 # -- the command ------------------------------------------------------------------------------------
 
 

@@ -26,6 +26,8 @@ from rlsandbox.images.model import aliases, split_name
 
 MIB = 1 << 20
 
+SHA = "sha256:" + "1" * 64
+
 
 def image(name: str, **layers: int) -> Image:
     return Image(name, tuple(Layer(f"sha256:{key}", size) for key, size in layers.items()))
@@ -171,8 +173,8 @@ def test_the_demand_of_tasks() -> None:
         ("busybox", ("docker.io", "library/busybox", "latest", "")),
         ("a/b:1", ("docker.io", "a/b", "1", "")),
         ("r.example:5000/a/b", ("r.example:5000", "a/b", "latest", "")),
-        ("localhost/a@sha256:1", ("localhost", "a", "latest", "sha256:1")),
-        ("r.example/a:1@sha256:2", ("r.example", "a", "1", "sha256:2")),
+        (f"localhost/a@{SHA}", ("localhost", "a", "latest", SHA)),
+        (f"r.example/a__b:1@{SHA}", ("r.example", "a__b", "1", SHA)),
     ],
 )
 def test_names_of_images(name: str, parts: tuple[str, ...]) -> None:
@@ -180,7 +182,25 @@ def test_names_of_images(name: str, parts: tuple[str, ...]) -> None:
     assert name in aliases(name)
 
 
-@pytest.mark.parametrize("name", ["", "/", "a//b", "a b", "A/b", "r.example/", "x@", "x\n", "a/:1"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/",
+        "a//b",
+        "a b",
+        "A/b",
+        "r.example/",
+        "x@",
+        "x\n",
+        "a/:1",
+        "x:",
+        "x@sha256:",
+        "\u00e4:1",
+        "a/../b",
+        "x:-1",
+    ],
+)
 def test_what_is_no_name(name: str) -> None:
     with pytest.raises(ConfigError, match="no name of an image"):
         split_name(name)
@@ -226,3 +246,29 @@ def test_every_rollout_has_one_place_and_no_disk_is_overfilled(
             assert node.room is None or sum(layer.on_disk() for layer in layers) <= node.room
             assert sum(p.bytes for p in mine) == sum(layer.size for layer in layers)
     assert len({(p.image, p.node, p.wave) for p in plan.pulls}) == len(plan.pulls)
+
+
+def test_sizes_are_told_under_any_name_of_an_image() -> None:
+    listed = Node("a", images={"docker.io/library/ubuntu:22.04": 70}, room=10**12)
+    running = Node("b", images={"ubuntu:22.04": 0}, in_use=frozenset({"ubuntu:22.04"}), room=10**12)
+    other = Node("c", room=10**12)
+    demand = [Demand("ubuntu:22.04", 9, 3, 3)]
+    told = plan_images(demand, {}, Inventory((running, listed, other)))
+    assert told.unique_bytes == 70
+    assert {pull.node: pull.bytes for pull in told.pulls} == {"a": 0, "b": 0, "c": 70}
+    nobody = plan_images(demand, {}, Inventory((running, other)), assumed=1000)
+    assert nobody.unique_bytes == 1000  # that it runs somewhere does not make it free elsewhere
+
+
+def test_what_runs_under_another_name_of_an_image_is_counted_once() -> None:
+    layer = Layer("sha256:" + "2" * 64, 100)
+    used = Node(
+        "a",
+        images={"docker.io/library/x:1": 100},
+        in_use=frozenset({"docker.io/library/x:1"}),
+        busy=350,
+        room=400,
+    )
+    told = plan_images([Demand("x:1", 1)], {"x:1": Image("x:1", (layer,))}, Inventory((used,)))
+    assert not told.refused
+    assert told.nodes[0].working_set == 350
