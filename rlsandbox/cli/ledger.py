@@ -224,6 +224,7 @@ def gc(directory: str | None, older_than: str, dry_run: bool, yes: bool, as_json
             old.append((path, files))
     size = sum(file.stat().st_size for _, files in old for file in files)
     removed: list[str] = []
+    kept: list[str] = []
     if not as_json:
         for path, files in old:
             click.echo(f"{path.stem}: {len(files)} files")
@@ -232,11 +233,14 @@ def gc(directory: str | None, older_than: str, dry_run: bool, yes: bool, as_json
         if not yes and not click.confirm(f"Remove {len(old)} runs?", err=True):
             return 1
         for path, files in old:
-            remove(files)
-            removed.append(path.stem)
+            why = remove(files)
+            (removed if why is None else kept).append(path.stem)
+            if why is not None:
+                click.echo(f"{path.stem} could not be removed: {why}", err=True)
     if as_json:
-        print_json({"found": [p.stem for p, _ in old], "bytes": size, "removed": removed, "dry_run": dry_run})
-    return 0
+        found = [path.stem for path, _ in old]
+        print_json({"found": found, "bytes": size, "removed": removed, "kept": kept, "dry_run": dry_run})
+    return int(bool(kept))
 
 
 @contextlib.contextmanager

@@ -97,17 +97,20 @@ def alive(file: Path) -> bool | None:
     return lock.alive(file, host=processes[-1].host if processes else "")
 
 
-def remove(files: list[Path]) -> None:
-    """The run's files with their locks held, so that none comes to life meanwhile."""
+def remove(files: list[Path]) -> str | None:
+    """The run's files with their locks held, so that none comes to life meanwhile; why they stay."""
     from ..ledger import lock
 
-    held = [(file, lock.take(file)) for file in files]
-    try:
-        if all(taken is not None for _, taken in held):
-            for file, _ in held:
+    with contextlib.ExitStack() as held:
+        try:
+            for file in files:
+                taken = lock.take(file)
+                if taken is None:
+                    return "it has come to life"
+                held.callback(taken.release)
+            for file in files:
                 for end in ("", "-wal", "-shm", ".lock"):
                     file.with_name(file.name + end).unlink(missing_ok=True)
-    finally:
-        for _, taken in held:
-            if taken is not None:
-                taken.release()
+        except OSError as error:
+            return (error.strerror or str(error)).lower()
+    return None

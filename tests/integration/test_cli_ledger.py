@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import os
@@ -17,7 +18,7 @@ from typing import Any
 import pytest
 
 from rlsandbox.cli import main
-from rlsandbox.ledger import Ledger, reading
+from rlsandbox.ledger import Ledger, lock, reading
 from rlsandbox.ledger.elsewhere import write_dump
 from rlsandbox.results import Failure
 from rlsandbox.spec import Spec
@@ -173,6 +174,28 @@ def test_export(home: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert call(capsys, "export", "first", "-o", str(target)) == ""
     assert len(target.read_text().splitlines()) == 7
     assert main(["ledger", "export", "first", "-o", str(tmp_path / "no" / "x")]) == 2
+
+
+def test_gc_says_what_it_may_not_remove(
+    home: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user's: as root nothing would be refused, so the refusal is the test's own."""
+    theirs, mine = make(home, "theirs"), make(home, "mine")
+    take = lock.take
+
+    def refused(file: Path) -> lock.RunLock | None:
+        if file == theirs:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+        return take(file)
+
+    monkeypatch.setattr(lock, "take", refused)
+    assert main(["ledger", "gc", "--older-than", "0s", "--yes", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert err == "theirs could not be removed: permission denied\n"
+    said = json.loads(out)
+    assert (said["removed"], said["kept"]) == (["mine"], ["theirs"])
+    assert theirs.exists()
+    assert not mine.exists()
 
 
 def test_gc_removes_what_is_over_and_old(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
