@@ -84,6 +84,9 @@ class SandboxCallback(TrainerCallback, Part):  # type: ignore[misc]
     def _generating(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self._take()
         self._mode = "train" if self._trainer.model.training else "eval"
+        if self._mode == "eval" and self._trainer.accelerator.num_processes > 1:
+            # The owner counts the others' claims: none is asked for before it has put away what was trained.
+            self._trainer.accelerator.wait_for_everyone()
         try:
             return original(*args, **kwargs)
         finally:

@@ -1,6 +1,6 @@
 """A training script as a user has one: run by tests in processes of its own.
 
-    trl_script.py PLACE STEPS [resume] [name=value of GRPOConfig ...]
+    trl_script.py PLACE STEPS [resume] [evaluate] [name=value of GRPOConfig ...]
 
 It prints a line ``LOG {json}`` for each step, and at the end ``END {json}`` with what it knows of its pool.
 """
@@ -62,6 +62,8 @@ class Watch(TrainerCallback):  # type: ignore[misc]
         self.about["ledger"] = str(pool._pool.ledger.path)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and "eval_reward" in logs:
+            print("EVAL", json.dumps(logs), flush=True)
         if state.is_world_process_zero and "reward" in logs:
             print("LOG", json.dumps({**logs, "step": state.global_step}), flush=True)
 
@@ -80,6 +82,7 @@ def main() -> None:
     )  # fmt: skip
     trainer = GRPOTrainer(
         model=example.model(words), processing_class=words, train_dataset=sandboxes.dataset,
+        eval_dataset=sandboxes.dataset if "evaluate" in rest else None,
         environment_factory=sandboxes, args=args,
     )  # fmt: skip
     sandboxes.attach(trainer)
@@ -94,6 +97,14 @@ def main() -> None:
             return plain(*args, **kwargs)
 
         trainer._generate = generate
+    if "evaluate" in rest and os.environ.get("LOCAL_RANK") == "0":
+        evaluate = trainer.evaluate
+
+        def later(*args: Any, **kwargs: Any) -> Any:  # the others are there long before the pool's owner
+            time.sleep(1.0)
+            return evaluate(*args, **kwargs)
+
+        trainer.evaluate = later
     began = time.monotonic()
     trainer.train(resume_from_checkpoint="resume" in rest or None)
     watch.over.set()

@@ -91,6 +91,22 @@ def test_two_ranks_share_one_pool_and_their_numbers_are_counted_once(tmp_path: P
     assert report.mean_reward == pytest.approx(sum(entry["reward"] for entry in steps) / 3, abs=1e-4)
 
 
+def test_the_claims_of_an_evaluation_are_those_of_all_ranks(tmp_path: Path) -> None:
+    """Whichever of the ranks is there first."""
+    options = (
+        "eval_strategy=steps",
+        "eval_steps=1",
+        "per_device_eval_batch_size=4",
+        "num_generations_eval=2",
+    )
+    process = start(tmp_path, "2", "evaluate", *options, ranks=True)
+    lines = process.communicate(timeout=STARTUP_S)[0].splitlines()
+    steps, evaluations = said(lines, "LOG "), said(lines, "EVAL ")
+    assert len(steps) == len(evaluations) == 2, "\n".join(lines[-30:])
+    assert [entry["sandbox/claims"] for entry in steps] == [8, 8]
+    assert [entry["eval_sandbox/claims"] for entry in evaluations] == [16, 16]
+
+
 def test_a_rank_that_dies_takes_no_sandbox_with_it(tmp_path: Path) -> None:
     process = start(tmp_path, "100000", "die_at=1", ranks=True)
     try:
