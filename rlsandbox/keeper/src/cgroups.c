@@ -310,6 +310,25 @@ static int keep(int dir, const char *file, const char *role, int *fds, size_t *n
     return 0;
 }
 
+/* In a container: where the kernel counts what it has killed there for memory, if a limit of its own holds it. */
+static int keep_own(struct hub *h, int *fds, size_t *nfds, struct buf *facts)
+{
+    static const char *const at[][3] = {{"sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.oom_control"},
+                                        {"sys/fs/cgroup", "memory.max", "memory.events"}};
+    for (size_t i = 0; i < COUNT_OF(at); i++) {
+        char text[32];
+        int dir = openat(h->host, at[i][0], O_RDONLY | O_DIRECTORY | O_CLOEXEC), r = 0;
+        ssize_t n = dir < 0 ? -1 : read_file_at(dir, at[i][1], text, sizeof text);
+        bool limited = n > 0 && n < 17 && text[0] >= '0' && text[0] <= '9'; /* none is "max", or near 2^63 */
+        if (limited)
+            r = keep(dir, at[i][2], "oom", fds, nfds, facts);
+        fd_close(&dir);
+        if (limited)
+            return r;
+    }
+    return 0;
+}
+
 bool cgroups_any(const struct hub *h)
 {
     for (int kind = 0; kind < CG_KINDS; kind++)
@@ -340,6 +359,8 @@ int cgroups_create(struct hub *h, const char *member, pid_t pid, unsigned in, co
     static const uint16_t tags[CG_KINDS] = {TAG_MEMORY_BYTES, TAG_PIDS, TAG_CPU_MILLI};
     char text[16];
     *nfds = 0;
+    if (cgroups_off && keep_own(h, fds, nfds, facts) < 0)
+        return fail(e, ENOMEM, "keep facts");
     path_join(text, sizeof text, "%d", (int)pid);
     for (int kind = 0; kind < CG_KINDS; kind++) {
         uint64_t want = tlv_get(p, n, tags[kind], 0);

@@ -455,7 +455,7 @@ static void begin(void)
         (prctl(PR_SET_PDEATHSIG, SIGKILL) < 0 || getppid() != inside_parent)) /* it was gone before that was said */
         _exit(1);
     prctl(PR_SET_CHILD_SUBREAPER, 1);
-    (void)!write_file("/proc/self/oom_score_adj", "500"); /* fails in a foreign /proc, where it may */
+    (void)!write_file("/proc/self/oom_score_adj", "1000"); /* before any keeper; fails in a foreign /proc, where it may */
 }
 
 static _Noreturn void go(struct inside *given, const struct emsg *m, uint8_t *body, size_t n, const int *fds)

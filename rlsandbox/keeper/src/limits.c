@@ -1,5 +1,6 @@
 /* Over memory a command's whole tree ends and the sandbox lives. With a cgroup the kernel kills one process and counts it;
- * which command it belonged to is told by who used most when we last looked. Without, the keeper looks and kills itself. */
+ * which command it belonged to is told by whose end follows, or by who used most when we last looked. Without, the keeper looks and
+ * kills itself; in a container with a limit the kernel may be faster. */
 #include "limits.h"
 
 #include <signal.h>
@@ -154,7 +155,7 @@ static void look(struct keeper *k, struct look *l)
     }
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c; c = c->next) {
-            if (c->op != OP_SPAWN || !c->started || c->ended)
+            if (c->op != OP_SPAWN || c->pidfd < 0 || c->ended)
                 continue;
             for (size_t j = 0; j < ps.n; j++)
                 ps.p[j].in = false;
@@ -175,14 +176,14 @@ out:
 }
 
 /* The running command that used most when we last looked, of several the last one that began: what fills the memory between
- * two looks is seldom what had run before. NULL when none runs. */
-static struct chan *guilty(struct keeper *k, size_t *running)
+ * two looks is seldom what had run before. NULL when none runs. With `early`, also one of whose start we have not heard yet. */
+static struct chan *guilty(struct keeper *k, size_t *running, bool early)
 {
     struct chan *most = NULL;
     *running = 0;
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c; c = c->next)
-            if (c->op == OP_SPAWN && c->started && !c->ended) {
+            if (c->op == OP_SPAWN && (c->started || (early && c->pidfd >= 0)) && !c->ended) {
                 ++*running;
                 if (!most || c->used_bytes > most->used_bytes || (c->used_bytes == most->used_bytes && c->started_ns > most->started_ns))
                     most = c;
@@ -233,7 +234,7 @@ static bool end_is_near(struct keeper *k)
     bool near = false;
     for (size_t i = 0; dir >= 0 && i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c && !near; c = c->next)
-            near = c->op == OP_SPAWN && c->started && !c->ended && procs_dying(dir, procs_number(k, c->pidfd, c->pid));
+            near = c->op == OP_SPAWN && c->pidfd >= 0 && !c->ended && procs_dying(dir, procs_number(k, c->pidfd, c->pid));
     fd_close(&dir);
     return near;
 }
@@ -242,14 +243,14 @@ void limits_ended(struct chan *c)
 {
     struct keeper *k = c->k;
     struct limits *l = &k->lim;
-    if (c->op != OP_SPAWN || c->flags || !l->memory_cg || !oom_open(k))
+    if (c->op != OP_SPAWN || c->flags || l->oom_fd < 0 || !oom_open(k))
         return;
     /* killed itself, or a shell that says so of its child */
     if ((c->status & 0x7f) == SIGKILL || (c->status & 0xff7f) == (128 + SIGKILL) << 8)
         l->oom_left--;
     else {
         size_t running;
-        struct chan *other = guilty(k, &running); /* c itself does not run any more */
+        struct chan *other = guilty(k, &running, false); /* c itself does not run any more */
         if (!l->oom_due || (other && (other->used_bytes > c->used_bytes || end_is_near(k))))
             return; /* the timer finds somebody, unless an end does */
         l->oom_left = 0;
@@ -267,7 +268,7 @@ static void find_guilty(struct keeper *k)
     bool known = l->oom_due;
     if (!oom_open(k) || !known || end_is_near(k))
         return;
-    struct chan *c = guilty(k, &running);
+    struct chan *c = guilty(k, &running, false);
     l->oom_due = false;
     l->oom_left = 0;
     if (c)
@@ -282,7 +283,7 @@ static void watch(struct keeper *k, const struct look *l)
     bool pids = s->pids && !k->lim.pids_cg && l->count > s->pids + PIDS_SPARE; /* several users may each have their number */
     if (!memory && !pids)
         return;
-    struct chan *c = guilty(k, &running);
+    struct chan *c = guilty(k, &running, true);
     if (c && (pids || c->used_bytes >= l->largest_bytes)) {
         if (memory)
             c->flags |= X_OOM;
@@ -300,14 +301,14 @@ int limits_timer(struct keeper *k)
     struct limits *l = &k->lim;
     size_t running;
     bool dog = (k->set.memory_bytes && !l->memory_cg) || (k->set.pids && !l->pids_cg);
-    guilty(k, &running);
+    guilty(k, &running, true);
     if (k->pause.how || k->init_pid <= 0 || (!running && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
         return -1;
     uint64_t now = now_ns(), every = (uint64_t)(running ? TICK_MS : IDLE_TICK_MS) * 1000000u;
     if (l->last_ns && now - l->last_ns < every)
         return (int)((every - (now - l->last_ns)) / 1000000u) + 1;
     l->last_ns = now;
-    if (l->memory_cg)
+    if (l->oom_fd >= 0)
         find_guilty(k);
     if (dog || (!l->oom_due && running > 1 && number(l->memory_fd, NULL) > k->set.memory_bytes / 2)) {
         struct look seen;

@@ -1,0 +1,171 @@
+"""A sandbox that ends under its user: by what, on which node, and that it may be tried again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from rlsandbox import errors
+from rlsandbox.spec import Spec
+from tests.cluster.cluster import Cluster
+from tests.cluster.kube import Kube, pods
+
+pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
+from tests.cluster.test_backend import host, pod_of, run
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+# Joins argv[1], takes up 50 MiB, and stays.
+HOG = """
+import os, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+x = b"x" * (50 << 20)
+time.sleep(60)
+"""
+
+
+@contextmanager
+def hogs(number: int, procs: Path) -> Iterator[None]:
+    words = [sys.executable, "-c", HOG, str(procs)]
+    started = [subprocess.Popen(words) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for hog in started:
+            hog.kill()
+            hog.wait()
+
+
+def container_of(cluster: Cluster, node: str, pod: str) -> str:
+    """What containerd calls the container of *pod*."""
+    for line in cluster.ctr(node, "tasks", "ls").splitlines()[1:]:
+        found: str = line.split()[0]
+        labels = json.loads(cluster.ctr(node, "containers", "info", found))["Labels"]
+        if (
+            labels.get("io.kubernetes.pod.name") == pod
+            and labels.get("io.cri-containerd.kind") == "container"
+        ):
+            return found
+    raise LookupError(pod)
+
+
+def evict(cluster: Cluster, namespace: str, pod: str, node: str) -> None:
+    body = {
+        "apiVersion": "policy/v1",
+        "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": namespace},
+    }
+    cluster.kube().create(f"{pods(namespace, pod)}/eviction", body)
+
+
+def kill_container(cluster: Cluster, namespace: str, pod: str, node: str) -> None:
+    cluster.ctr(node, "tasks", "kill", "-s", "SIGKILL", container_of(cluster, node, pod))
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "words"),
+    [
+        (evict, "evicted", "evicted on node node-"),
+        (kill_container, "container_ended", "its container ended on node node-[01] with 137"),
+    ],
+)
+def test_ended_by_somebody(
+    cluster: Cluster,
+    namespace: str,
+    kube: Kube,
+    how: Callable[[Cluster, str, str, str], None],
+    kind: str,
+    words: str,
+) -> None:
+    async def body() -> None:
+        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
+            sandbox = await lone.make()
+            pod = pod_of(lone, sandbox)
+            async with sandbox.popen("echo on; sleep 600") as command:
+                await command.next_chunk()
+                node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
+                await asyncio.to_thread(how, cluster, namespace, pod, node)
+                with pytest.raises(errors.SandboxDiedError, match=words) as caught:
+                    await command.wait()
+                assert (caught.value.kind, caught.value.retryable) == (kind, True)
+                assert caught.value.infrastructure
+            with pytest.raises(errors.SandboxDiedError, match=words):
+                await sandbox.run("true")
+
+    run(body)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="reaches into a container's memory group of cgroup v1")
+def test_a_container_that_is_ended_for_memory(cluster: Cluster, namespace: str, kube: Kube) -> None:
+    """All that is in it has to be killed for that, the keeper too: here by what does not belong there."""
+
+    async def body() -> None:
+        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
+            sandbox = await lone.make(spec=Spec(memory="128MiB"))
+            pod = pod_of(lone, sandbox)
+            node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
+            name = await asyncio.to_thread(container_of, cluster, node, pod)
+            (group,) = MEMORY.rglob(name)
+            procs = group / "cgroup.procs"
+            theirs = set(procs.read_text().split())
+            for pid in theirs:
+                Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
+            with hogs(5, procs):
+                while theirs & set(procs.read_text().split()):
+                    await asyncio.sleep(0.02)
+            with pytest.raises(errors.SandboxDiedError, match="ended for memory on node") as caught:
+                await sandbox.run("true", timeout=60)
+            assert (caught.value.kind, caught.value.retryable) == ("oom", True)
+            assert "Spec(memory=" in (caught.value.hint or "")
+
+    run(body)
+
+
+def test_memory_taken_faster_than_the_keeper_looks(cluster: Cluster, namespace: str) -> None:
+    """Whoever is faster, the keeper or the kernel at the container's own limit: the command ends so, and the keeper stays."""
+    one = ["python3", "-c", "x = b'x' * (500 << 20); print('held')"]
+    small = "python3 -c \"x = b'x' * (40 << 20); import time; time.sleep(9)\""
+    many = f"for i in 1 2 3 4 5 6 7 8; do {small} & done; wait; echo all"
+
+    async def body() -> None:
+        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
+            sandbox = await lone.make(spec=Spec(memory="128MiB"))
+            for command in [one, many] * 4:
+                result = await sandbox.run(command)
+                assert (result.exit_code, result.oom_killed, result.stdout) == (137, True, "")
+            assert (await sandbox.run("echo still")).stdout == "still\n"
+
+    run(body)
+
+
+@pytest.mark.skipif(not MEMORY.is_dir(), reason="reaches into a container's memory group of cgroup v1")
+def test_a_command_that_the_kernel_kills_is_told_so(cluster: Cluster, namespace: str, kube: Kube) -> None:
+    """Memory that the keeper's looks do not see as the episode's brings the container to its limit."""
+
+    async def body() -> None:
+        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
+            sandbox = await lone.make(spec=Spec(memory="128MiB"))
+            pod = pod_of(lone, sandbox)
+            node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
+            (group,) = MEMORY.rglob(await asyncio.to_thread(container_of, cluster, node, pod))
+            own = [
+                "python3",
+                "-c",
+                "x = b'x' * (70 << 20); print('on', flush=True); import time; time.sleep(600)",
+            ]
+            async with sandbox.popen(own) as command, sandbox.popen("read x; echo innocent") as other:
+                await command.next_chunk()
+                with hogs(3, group / "cgroup.procs"):
+                    result = await command.wait(timeout=60)
+                assert (result.exit_code, result.oom_killed) == (137, True)
+                await other.write("\n")
+                result = await other.wait(timeout=60)
+                assert (result.exit_code, result.stdout, result.oom_killed) == (0, "innocent\n", False)
+
+    run(body)
