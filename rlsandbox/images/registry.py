@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import datetime
 import hashlib
 import json
 import logging
@@ -15,11 +16,13 @@ import os
 import random
 import re
 from collections.abc import Callable, Iterable, Mapping
+from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 import aiohttp
+from multidict import CIMultiDictProxy
 
 from ..errors import ConfigError, ImageError
 from .model import Image, Layer, split_name
@@ -40,6 +43,9 @@ _MANIFEST = (
 _PACKED = re.compile(r"(\+|\.)(gzip|zstd)$")
 _DIGEST = re.compile(r"[a-z0-9+._-]+:[0-9a-fA-F]{32,}\Z")
 _CHALLENGE = re.compile(r'(\w+)="([^"]*)"')
+_SCHEME = re.compile(r"(?:^|,)\s*([A-Za-z][\w-]*)(?=\s+\w+=|\s*(?:,|$))")
+_MOST = 1 << 53
+"""Bytes that a layer says it has, at most."""
 
 
 class Registries:
@@ -156,7 +162,7 @@ class Registries:
                 return kind, body
             if status == 401 and not asked:
                 asked = True
-                if await self._login(name, host, path, extra.get("WWW-Authenticate", "")):
+                if await self._login(name, host, path, _challenges(extra)):
                     delay = 0.0
                     continue
             if status in (401, 403):
@@ -171,10 +177,8 @@ class Registries:
             )
             if 0 < status < 500 and status not in (408, 429):
                 break
-            wait = extra.get("Retry-After", "")
-            delay = max(delay, min(float(wait) if wait.isdigit() else 0.0, LONGEST_S)) * random.uniform(
-                0.8, 1.2
-            )
+            wait = min(_seconds(extra.get("Retry-After", "")), LONGEST_S)
+            delay = max(delay, wait) * random.uniform(0.8, 1.2)
         raise ImageError(f"image {name}: {problem}", kind="registry", retryable=True, infrastructure=True)
 
     async def _get(self, url: str, headers: Mapping[str, str]) -> tuple[int, str, bytes, Mapping[str, str]]:
@@ -200,16 +204,17 @@ class Registries:
             return {"Authorization": token}
         return {}
 
-    async def _login(self, name: str, host: str, path: str, challenge: str) -> bool:
+    async def _login(self, name: str, host: str, path: str, challenges: Mapping[str, str]) -> bool:
         """Do what a 401 asks for; False when there is no way."""
-        kind = challenge.partition(" ")[0].lower()
-        fields = dict(_CHALLENGE.findall(challenge))
         own = self._auths.get(host)
-        if kind == "basic" and own is not None:
-            self._tokens[host, path] = f"Basic {own}"
-            return True
+        if "bearer" not in challenges:
+            if "basic" in challenges and own is not None:
+                self._tokens[host, path] = f"Basic {own}"
+                return True
+            return False
+        fields = dict(_CHALLENGE.findall(challenges["bearer"]))
         realm = fields.get("realm", "")
-        if kind != "bearer" or urlsplit(realm).scheme not in ("http", "https"):
+        if urlsplit(realm).scheme not in ("http", "https"):
             return False
         plain = urlsplit(self._mirrors.get(host) or _default(host)).scheme == "http"
         if own is not None and urlsplit(realm).scheme == "http" and not plain:
@@ -229,6 +234,31 @@ class Registries:
             return False
         self._tokens[host, path] = f"Bearer {token}"
         return True
+
+
+def _challenges(headers: Mapping[str, str]) -> dict[str, str]:
+    """Ways to log in that a 401 names, by scheme in small letters: in one header or in several."""
+    lines = headers.getall("WWW-Authenticate", []) if isinstance(headers, CIMultiDictProxy) else ()
+    found: dict[str, str] = {}
+    for line in lines:
+        starts = [match.start(1) for match in _SCHEME.finditer(line)]
+        for start, end in zip(starts, [*starts[1:], len(line)], strict=True):
+            scheme, _, fields = line[start:end].partition(" ")
+            found.setdefault(scheme.lower(), fields)
+    return found
+
+
+def _seconds(text: str) -> float:
+    """Of a Retry-After: a number, or a date; 0 for what is neither."""
+    try:
+        return max(float(text), 0.0) if text.isascii() else 0.0
+    except ValueError:
+        pass
+    try:
+        until = parsedate_to_datetime(text)
+        return max((until - datetime.datetime.now(until.tzinfo)).total_seconds(), 0.0)
+    except ValueError:
+        return 0.0
 
 
 def _default(host: str) -> str:
@@ -251,12 +281,12 @@ def _auths(given: Path | None) -> dict[str, str]:
     path = given or default
     try:
         data = json.loads(path.read_text())
-        rows = data.get("auths") or {}
+        rows = dict(data.get("auths") or {})
     except FileNotFoundError:
         if given is not None:
             raise ConfigError(f"{path} does not exist") from None
         return {}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as docker's configuration: {error}") from error
     if data.get("credsStore") or data.get("credHelpers"):
         log.info("%s: credential helpers are not asked; only what stands in `auths` is used", path)
@@ -265,16 +295,17 @@ def _auths(given: Path | None) -> dict[str, str]:
         auth = row.get("auth") if isinstance(row, dict) else None
         if isinstance(row, dict) and not auth and row.get("username"):
             auth = base64.b64encode(f"{row['username']}:{row.get('password', '')}".encode()).decode()
-        if auth:
+        if isinstance(auth, str) and auth:
             plain = urlsplit(host).netloc or host.partition("/")[0]
-            found["docker.io" if plain.endswith("docker.io") else plain] = auth
+            ours = plain == "docker.io" or plain.endswith(".docker.io")
+            found["docker.io" if ours else plain] = auth
     return found
 
 
 def _object(name: str, body: bytes) -> dict[str, Any]:
     try:
         data = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ImageError(f"image {name}: what its registry sent is no JSON: {error}") from error
     if not isinstance(data, dict):
         raise ImageError(f"image {name}: what its registry sent is no manifest")
@@ -292,7 +323,7 @@ def _layers(name: str, manifest: Mapping[str, Any]) -> tuple[Layer, ...]:
         if (
             not isinstance(size, int)
             or isinstance(size, bool)
-            or size < 0
+            or not 0 <= size <= _MOST
             or not _DIGEST.match(str(row.get("digest")))
         ):
             raise ImageError(f"image {name}: a layer without size and digest: {json.dumps(row)[:200]}")

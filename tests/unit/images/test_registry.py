@@ -141,6 +141,8 @@ def test_one_that_sends_something_else() -> None:
         (b'{"schemaVersion": 1, "fsLayers": []}', "schema 1"),
         (manifest({"digest": D1, "size": -1}), "a layer without size and digest"),
         (manifest({"digest": D1, "size": True}), "a layer without size and digest"),
+        (manifest({"digest": D1, "size": 10**400}), "a layer without size and digest"),
+        (b"[" * 100_000, "is no JSON"),
         (manifest({"digest": "x", "size": 1}), "a layer without size and digest"),
         (json.dumps({"layers": ["x"]}).encode(), "a layer without size and digest"),
         (b" " * (LARGEST + 1), "more than 4,194,304 bytes"),
@@ -208,10 +210,42 @@ def test_tokens(tmp_path: Path) -> None:
     run(body)
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [["Negotiate", 'Basic realm="x"'], ['Negotiate, Basic realm="a, b=c", charset="UTF-8"'], ["BASIC"]],
+)
+def test_a_registry_that_names_several_ways_to_log_in(headers: list[str]) -> None:
+    async def body(fake: Registry, registries: Registries, host: str) -> None:
+        registries._auths[host] = "QQ=="
+
+        async def want(_: web.Request) -> web.StreamResponse:
+            answer = web.Response(status=401)
+            for line in headers:
+                answer.headers.add("WWW-Authenticate", line)
+            return answer
+
+        fake.answers["a/manifests/latest"] = [want, manifest()]
+        assert (await registries.image(f"{host}/a")).size == 11
+        assert [auth for _, auth in fake.seen] == ["", "Basic QQ=="]
+
+    run(body)
+
+
+@pytest.mark.parametrize("after", ["\u00b2", "-1", "nan", "soon", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_odd_words_of_how_long_to_wait_stop_nothing(after: str) -> None:
+    async def body(fake: Registry, registries: Registries, host: str) -> None:
+        busy = web.Response(status=429, headers={"Retry-After": after})
+        fake.answers["a/manifests/latest"] = [busy, manifest()]
+        assert (await registries.images([f"{host}/a"]))[f"{host}/a"].size == 11
+
+    run(body)
+
+
 def test_passwords_do_not_go_to_a_realm_without_encryption() -> None:
     async def body(fake: Registry, registries: Registries, host: str) -> None:
         registries._auths["r.example"] = "x"
-        assert not await registries._login("n", "r.example", "a", f'Bearer realm="http://{host}/v2/token"')
+        challenge = {"bearer": f'realm="http://{host}/v2/token"'}
+        assert not await registries._login("n", "r.example", "a", challenge)
         assert not fake.seen
 
     run(body)
@@ -224,6 +258,8 @@ def test_credentials_of_docker(tmp_path: Path) -> None:
             {
                 "auths": {
                     "https://index.docker.io/v1/": {"auth": "A"},
+                    "notdocker.io": {"auth": "B"},
+                    "odd.example": {"auth": 7},
                     "r.example:5": {"username": "u", "password": "p"},
                 }
             }
@@ -231,9 +267,10 @@ def test_credentials_of_docker(tmp_path: Path) -> None:
     )
     assert Registries(credentials=file)._auths == {
         "docker.io": "A",
+        "notdocker.io": "B",
         "r.example:5": base64.b64encode(b"u:p").decode(),
     }
-    for text in ("", "[]", "\0"):
+    for text in ("", "[]", "\0", '{"auths": ["x"]}', "[" * 100_000):
         file.write_text(text)
         with pytest.raises(ConfigError, match="cannot be read as docker's"):
             Registries(credentials=file)
