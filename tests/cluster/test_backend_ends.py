@@ -12,13 +12,18 @@ from pathlib import Path
 
 import pytest
 
+import rlsandbox as rls
 from rlsandbox import errors
 from rlsandbox.spec import Spec
 from tests.cluster.cluster import Cluster
 from tests.cluster.kube import Kube, pods
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
-from tests.cluster.test_backend import host, pod_of, run
+from rlsandbox.backends.kubernetes import Kubernetes
+from tests.cluster.test_backend import ROOT, TEST, host, pod_of, run
+from tests.cluster.test_backend_faults import EXT
+
+OTHER = "registry.test/pause:1"
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 # Joins argv[1], takes up 50 MiB, and stays.
@@ -169,3 +174,32 @@ def test_a_command_that_the_kernel_kills_is_told_so(cluster: Cluster, namespace:
                 assert (result.exit_code, result.stdout, result.oom_killed) == (0, "innocent\n", False)
 
     run(body)
+
+
+def test_a_template_that_is_changed_in_mid_run(cluster: Cluster, namespace: str, kube: Kube) -> None:
+    """Sandboxes of two kinds in one run are nobody's wish."""
+    shown = subprocess.run(
+        [sys.executable, "-m", "rlsandbox", "template", "show", "--image", TEST, "--keeper"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    path = ""
+    for text in shown.split("---\n")[1:]:
+        item = json.loads(text)
+        where = f"/api/v1/namespaces/{namespace}" if item["apiVersion"] == "v1" else f"{EXT}/{namespace}"
+        kube.create(f"{where}/{item['kind'].lower()}s", item)
+        if item["kind"] == "SandboxTemplate":
+            path = f"{where}/sandboxtemplates/{item['metadata']['name']}"
+    config = str(cluster.kubeconfig("admin", "direct"))
+    backend = Kubernetes(kubeconfig=config, namespace=namespace, template=path.rpartition("/")[2])
+    with rls.Pool(backend, size=1, max_size=1, config=False) as pool:
+        with pool.claim(rls.Task(id="t1"), timeout=90) as first:
+            containers = kube.get(path)["spec"]["podTemplate"]["spec"]["containers"]
+            containers[0]["image"] = OTHER
+            kube.patch(path, {"spec": {"podTemplate": {"spec": {"containers": containers}}}})
+            assert first.run("echo on").stdout == "on\n"
+        with pool.claim(rls.Task(id="t2"), timeout=90) as again:  # what there was goes on
+            assert again.id == first.id
+            again.release(discard=True)
+        with pytest.raises(errors.ProvisionError, match=f"was {TEST} and is {OTHER}") as caught:
+            pool.claim(rls.Task(id="t3"), timeout=90)
+        assert (caught.value.kind, caught.value.retryable) == ("template_changed", False)

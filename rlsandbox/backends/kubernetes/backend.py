@@ -291,6 +291,8 @@ class Kubernetes(Backend):
             if error.kind == "template_gone" and self._named is None:
                 cluster.forget(place.spec)
             raise
+        if self._named is not None:
+            await cluster.check_template(self._pod(place))
 
     async def _body(self, cluster: Cluster, place: _Place) -> tuple[JSON, str]:
         how: dict[str, Any] = {"run": self._run, "member": place.member, "labels": place.labels}

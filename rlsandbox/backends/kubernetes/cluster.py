@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ...errors import ConfigError, SandboxError, UnsupportedError
+from ...errors import ConfigError, ProvisionError, SandboxError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...spec import Spec
 from . import manifests, names, policy
@@ -44,6 +44,9 @@ class Cluster:
         self._tidying: asyncio.Task[None] | None = None
         self._closed: asyncio.Task[None] | None = None
         self._looked = -LOOK_AGAIN_S
+        self._theirs: tuple[str, dict[str, str]] | None = None
+        """Somebody's template: its name, and the images it had when the run began."""
+        self._rewritten: set[tuple[tuple[str, str], ...]] = set()
 
     @classmethod
     async def open(
@@ -269,11 +272,39 @@ class Cluster:
                 + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
                 hint=f"rlsandbox template check {template}; or Kubernetes(keeper='inject'), mode replace",
             )
+        self._theirs = (template, _images(found["spec"]["podTemplate"]["spec"]))
         if warm_pool is not None:
             return warm_pool
         name = names.dns_label(f"rlsandbox-{template}")
         await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, template, 0))
         return name
+
+    async def check_template(self, pod: JSON) -> None:
+        """Whether a pod of somebody's template is of the one that the run began with.
+
+        Only a pod with other images makes us look: a cluster may rewrite them in every pod it admits.
+
+        Raises:
+            ProvisionError: the template was changed since; this run's other sandboxes are of the old one.
+        """
+        assert self._theirs is not None
+        template, images = self._theirs
+        seen = {name: image for name, image in _images(pod.get("spec") or {}).items() if name in images}
+        rows = tuple(sorted(seen.items()))
+        if seen == images or rows in self._rewritten:
+            return
+        found = await self._named(self.paths.templates, "SandboxTemplate", template)
+        now = _images(found["spec"]["podTemplate"]["spec"])
+        if now == images:
+            self._rewritten.add(rows)
+            return
+        name = next(name for name in sorted({*images, *now}) if images.get(name) != now.get(name))
+        raise ProvisionError(
+            f"SandboxTemplate {template!r} was changed since the run began: the image of its "
+            f"container {name!r} was {images.get(name, 'none')} and is {now.get(name, 'none')}",
+            kind="template_changed", retryable=False,
+            hint="end the run and start another one: its sandboxes would be of two kinds",
+        )  # fmt: skip
 
     async def _named(self, path: str, kind: str, name: str) -> JSON:
         try:
@@ -294,6 +325,11 @@ class Cluster:
         rows: list[dict[str, Any]] = [row for row in found.get("items") or () if row.get("type") == "Warning"]
         rows.sort(key=lambda row: row.get("lastTimestamp") or row.get("eventTime") or "")
         return [f"{row.get('reason')}: {' '.join((row.get('message') or '').split())}" for row in rows]
+
+
+def _images(spec: JSON) -> dict[str, str]:
+    """By container."""
+    return {str(row["name"]): str(row.get("image", "")) for row in spec.get("containers") or ()}
 
 
 def default_run() -> str:

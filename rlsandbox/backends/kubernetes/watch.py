@@ -53,7 +53,7 @@ def slim(item: JSON) -> JSON:
             kept[what] = [_only(row, fields) for row in status[what] or ()]
     found = {"metadata": _only(item["metadata"], _META), "spec": _only(spec, ("nodeName",)), "status": kept}
     if "containers" in spec:
-        found["spec"]["containers"] = [_only(row, ("name",)) for row in spec["containers"]]
+        found["spec"]["containers"] = [_only(row, ("name", "image")) for row in spec["containers"]]
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import datetime
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -528,6 +529,21 @@ def test_a_named_pool_must_carry_the_keeper(tmp_path: Path) -> None:
         assert len(w.api.objects[f"{Pods.EXT}/sandboxwarmpools"]) == before
         with pytest.raises(errors.ConfigError, match="are its own"):
             await make(named, "m10", spec=SPEC)
+        theirs = copy.deepcopy(good["spec"])
+        cluster = await named._get()
+        asked = w.api.count("GET", "/sandboxtemplates/t")
+        rewritten = copy.deepcopy(theirs["podTemplate"]["spec"])
+        rewritten["containers"][0]["image"] = "mirror.test/i@sha256:1"
+        for _ in range(3):
+            await cluster.check_template({"spec": rewritten})
+        assert w.api.count("GET", "/sandboxtemplates/t") == asked + 1
+        (container,) = theirs["podTemplate"]["spec"]["containers"]
+        was, container["image"] = container["image"], "registry.test/new:2"
+        w.api.put(f"{Pods.EXT}/sandboxtemplates", {"metadata": {"name": "t"}, "spec": theirs})
+        words = f"'t' was changed since .* '{container['name']}' was {was} and is registry.test/new:2"
+        with pytest.raises(errors.ProvisionError, match=words) as changed:
+            await make(named, "m11", spec=Spec())
+        assert (changed.value.kind, changed.value.retryable) == ("template_changed", False)
         await named.close()
         await ours.close()
 
