@@ -45,12 +45,35 @@ class PoolOwner:
 
     def __init__(self, settings: Settings, run: str) -> None:
         self._settings = settings
-        self._pool = settings.make_pool(run)
-        self._numbers = Numbers(self._pool.metrics)
+        self._made: tuple[rls.Pool, Numbers] | Exception
+        try:
+            pool = settings.make_pool(run)
+            self._made = pool, Numbers(pool.metrics)
+        except Exception as error:  # raised here, ray would only say that the process has died
+            self._made = error
         self._batch_size = 1
         self._validating: set[str] = set()
 
+    def _owned(self) -> tuple[rls.Pool, Numbers]:
+        if isinstance(self._made, Exception):
+            raise self._made
+        return self._made
+
+    @property
+    def _pool(self) -> rls.Pool:
+        return self._owned()[0]
+
+    @property
+    def _numbers(self) -> Numbers:
+        return self._owned()[1]
+
     def pid(self) -> int:
+        """Of its process.
+
+        Raises:
+            SandboxError: there is no pool.
+        """
+        self._owned()
         return os.getpid()
 
     def begin(self, task_id: str, source: str | None, uid: str) -> Begun:
@@ -102,7 +125,8 @@ class PoolOwner:
         return self._numbers.pop()
 
     def close(self) -> None:
-        self._pool.close()
+        if not isinstance(self._made, Exception):
+            self._pool.close()
 
     def _task(self, task_id: str, source: str | None) -> rls.Task:
         source = self._settings.tasks or source

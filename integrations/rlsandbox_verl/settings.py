@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import rlsandbox as rls
@@ -49,28 +51,36 @@ class Settings:
     give_up: int = 3
 
     def __post_init__(self) -> None:
-        unknown = sorted(set(self.tools) - set(TOOLS))
-        if unknown:
-            raise ConfigError(f"there is no tool called {unknown[0]!r}", hint=f"tools: {', '.join(TOOLS)}")
+        _require_names("tools", self.tools, TOOLS)
         if self.on_failure not in ON_FAILURE:
             raise ConfigError(f"on_failure must be one of {', '.join(ON_FAILURE)}, not {self.on_failure!r}")
-        for name in ("claim_timeout", "command_timeout", "give_up"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"{name} must be above 0, not {getattr(self, name)!r}")
-        for name in ("retries", "restarts"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be below 0, not {getattr(self, name)!r}")
+        for name in ("claim_timeout", "command_timeout"):
+            _require_seconds(name, getattr(self, name))
+        if self.deadline is not None:
+            _require_seconds("deadline", self.deadline)
+        for name, least in (("retries", 0), ("restarts", 0), ("give_up", 1)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, not {value!r}")
+        for name in ("tasks", "profile"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise ConfigError(f"{name} must be text, not {value!r}")
+        _require_keys("pool", self.pool, _arguments(rls.Pool), but={"profile": "it stands beside pool"})
+        if isinstance(spec := self.pool.get("spec"), Mapping):
+            _require_keys("pool.spec", spec, _arguments(rls.Spec))
+            rls.Spec(**spec)  # says what is wrong with it
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> Settings:
         """From a mapping as YAML gives it; what is unknown is one error."""
         for name in options:
             if name not in _NAMES:
-                near = get_close_matches(str(name), _NAMES, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(_NAMES)}"
-                raise ConfigError(f"SandboxAgentLoop has no option {name!r}", hint=hint)
+                raise ConfigError(f"SandboxAgentLoop has no option {name!r}", hint=_near(name, _NAMES))
         found = {name: _plain(value) for name, value in options.items()}
-        if "tools" in found:
+        if found.get("pool", {}) is None:  # a heading in the file with nothing under it
+            del found["pool"]
+        if isinstance(found.get("tools"), list):
             found["tools"] = tuple(found["tools"])
         return cls(**found)
 
@@ -84,6 +94,39 @@ class Settings:
 
 
 _NAMES = [f.name for f in fields(Settings)]
+
+
+def _near(name: object, names: Sequence[str]) -> str:
+    near = get_close_matches(str(name), names, 1)
+    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(names)}"
+
+
+def _arguments(kind: type) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name != "self"]
+
+
+def _require_names(what: str, found: Any, names: Sequence[str]) -> None:
+    if isinstance(found, str) or not isinstance(found, Sequence):
+        raise ConfigError(f"{what} must be a list, not {found!r}", hint=f"of {', '.join(names)}")
+    for name in found:
+        if name not in names:
+            raise ConfigError(f"there is no tool called {name!r}", hint=f"{what}: {', '.join(names)}")
+
+
+def _require_seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+        raise ConfigError(f"{name} must be a number of seconds above 0, not {value!r}")
+
+
+def _require_keys(
+    what: str, found: Any, names: Sequence[str], but: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{what} must be a table, not {found!r}")
+    for name in found:
+        if name in but or name not in names:
+            hint = but.get(name) or _near(name, [known for known in names if known not in but])
+            raise ConfigError(f"{what} has no option {name!r}", hint=hint)
 
 
 def _plain(value: Any) -> Any:

@@ -269,6 +269,17 @@ def test_settings_that_are_wrong_are_told_when_the_manager_is_made(job: Any, rig
         settings_in(config)
 
 
+def test_a_pool_that_cannot_be_made_is_told_as_what_it_is(cluster: None) -> None:
+    import ray
+    from rlsandbox_verl import owner as module
+    from rlsandbox_verl.settings import Settings
+
+    settings = Settings(pool={"size": "four", "config": False})
+    owner: Any = ray.remote(module.PoolOwner).options(num_cpus=0, max_restarts=1).remote(settings, "wrong")
+    with pytest.raises(ConfigError, match="size must be a whole number of at least 1, not 'four'"):
+        module.ask_blocking(owner, "pid", within=30)
+
+
 def test_the_pool_is_not_started_again_for_ever(cluster: None) -> None:
     import ray
     from rlsandbox_verl import owner as module

@@ -54,3 +54,12 @@ def test_a_mistake_that_every_rollout_meets_ends_the_training(owner: PoolOwner) 
     assert raised.value.kind == "all_lost"
     owner.ended(Ended("1", "g", "b", 0.0, 1.0, completed=True, graded=False))
     owner.begin_batch("train", [], 4)
+
+
+def test_a_pool_that_cannot_be_made_says_why(tmp_path: Path) -> None:
+    """To everybody who asks: what an actor's making raises, ray tells as a death."""
+    made = PoolOwner(Settings(pool={"size": "four", "config": False}), "a-run")
+    for ask in (made.pid, made.ref, lambda: made.begin("one", None, "uid"), made.pop):
+        with pytest.raises(ConfigError, match="size must be a whole number"):
+            ask()
+    made.close()

@@ -23,13 +23,30 @@ from rlsandbox.errors import ConfigError, UnsupportedError
         ({"retrys": 1}, "did you mean retries"),
         ({"tools": ["shel"]}, "no tool called 'shel'"),
         ({"on_failure": "zero"}, "on_failure must be one of mask, skip_group"),
-        ({"claim_timeout": 0}, "claim_timeout must be above 0"),
-        ({"restarts": -1}, "restarts must not be below 0"),
+        ({"claim_timeout": 0}, "claim_timeout must be a number of seconds above 0, not 0"),
+        ({"claim_timeout": "300"}, "claim_timeout must be a number of seconds above 0, not '300'"),
+        ({"claim_timeout": float("nan")}, "claim_timeout must be a number of seconds"),
+        ({"deadline": -1}, "deadline must be a number of seconds above 0"),
+        ({"restarts": -1}, "restarts must be a whole number of at least 0"),
+        ({"retries": 1.5}, "retries must be a whole number"),
+        ({"give_up": 0}, "give_up must be a whole number of at least 1"),
+        ({"tools": "shell"}, "tools must be a list, not 'shell'"),
+        ({"tools": [["shell"]]}, "no tool called"),
+        ({"tasks": 3}, "tasks must be text"),
+        ({"pool": "x"}, "pool must be a table"),
+        ({"pool": {"sise": 4}}, "pool has no option 'sise' .did you mean size"),
+        ({"pool": {"profile": "big"}}, "it stands beside pool"),
+        ({"pool": {"spec": {"memry": "1GiB"}}}, "pool.spec has no option 'memry' .did you mean memory"),
+        ({"pool": {"spec": {"memory": "lots"}}}, "not 'lots'"),
     ],
 )
 def test_mistakes_are_one_error(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Settings.of(options)
+
+
+def test_a_heading_with_nothing_under_it_is_none() -> None:
+    assert Settings.of({"pool": None}) == Settings()
 
 
 def test_the_pool_is_made_from_it(tmp_path: Path) -> None:
