@@ -237,6 +237,13 @@ def _remake_file_error(code: int, path: str, state: dict[str, Any]) -> SandboxFi
     return error
 
 
+def shared_disk_full(error: SandboxError) -> SandboxError:
+    """*error* (no room) where sandboxes share one disk: whoever filled that, it was not this one."""
+    error.kind, error.infrastructure, error.retryable = "disk_full", True, True
+    error.hint = "the disk that the sandboxes' upper layers share is full"
+    return error
+
+
 _FILE_CLASSES: dict[type[OSError], type[SandboxFileError]] = {}
 
 

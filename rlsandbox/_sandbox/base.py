@@ -126,6 +126,11 @@ class SandboxBase(Live):
         self.loop = client.loop
         self.attach(client, node=node)
 
+    @property
+    def shares_disk(self) -> bool:
+        """Whether its files lie on a disk with others', with no limit of its own: those may fill it."""
+        return self.reset_mode in ("overlay", "userns") and self.limits.means.get("disk", "none") == "none"
+
     def attach(self, client: KeeperClient, *, node: str | None = None) -> None:
         """The keeper this sandbox speaks to from now on (after a restore, another one)."""
         self._client = client

@@ -26,7 +26,14 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CommandStartError, ConfigError, SandboxError, SandboxFileError, file_error
+from ..errors import (
+    CommandStartError,
+    ConfigError,
+    SandboxError,
+    SandboxFileError,
+    file_error,
+    shared_disk_full,
+)
 from ..keeper.client import AS_KEEPER, KeeperFailure
 from ..results import CommandResult, FileInfo, Outcome
 from ..task import Grader, Task
@@ -43,6 +50,8 @@ _told: set[str] = set()
 """Tasks of which it was said that something was put back: a second time it is no news."""
 _AT_ONCE = 16
 _LINKS = 40
+_SHARE = 1 << 30
+"""Bytes that the work may have of a disk that many share, where no limit says it."""
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 REWARD_BYTES = 4096
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
@@ -86,7 +95,9 @@ async def grade(sandbox: AsyncSandbox, grader: Grader | None) -> Outcome:
             else:
                 put_back = await _put_back(sandbox, trust)
         except SandboxFileError as error:
-            if error.errno in _FULL or not chosen.fresh:
+            if error.errno in _FULL:
+                return await _full(sandbox, error)
+            if not chosen.fresh:
                 return _unfit(error)
             raise
         return replace(await _grade_in(sandbox, chosen, function), put_back=put_back)
@@ -134,7 +145,7 @@ async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Out
         await _place(sandbox, grader)
     except OSError as error:
         if error.errno in _FULL:
-            return _unfit(error)
+            return await _full(sandbox, error)
         raise
     try:
         result = await sandbox.run_grader(grader.command, timeout=grader.timeout)
@@ -144,6 +155,15 @@ async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Out
         error.phase = "grade"
         raise
     return await _outcome(sandbox, grader, function, result)
+
+
+async def _full(sandbox: AsyncSandbox, error: OSError) -> Outcome:
+    """No room: the work's fault, unless many share the disk and the work kept to its share."""
+    if sandbox.shares_disk and isinstance(error, SandboxError):
+        with contextlib.suppress(KeeperFailure):  # nobody sees what it wrote
+            if (await sandbox.changed()).bytes <= (sandbox.limits.disk or _SHARE):
+                raise shared_disk_full(error)
+    return _unfit(error)
 
 
 def _unfit(error: OSError) -> Outcome:

@@ -34,9 +34,11 @@ class Changes(list[FileInfo]):
     Attributes:
         total: how many there are in truth.
         truncated: there are more still, in directories too deep (over 1,000) to be looked into.
+        bytes: what they take on the disk.
     """
 
     total: int
+    bytes: int = 0
     truncated: bool = False
 
 
@@ -82,6 +84,7 @@ class KeeperClient(Connection):
         found = Changes(told.values())
         found.total = reply.int(Tag.COUNT, len(found)) if since is None else len(found)
         found.truncated = bool(reply.int(Tag.FLAGS))
+        found.bytes = reply.int(Tag.BYTES)
         return found
 
     async def seal(self, layer: str, *, kill: bool = False) -> int:

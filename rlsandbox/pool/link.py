@@ -8,13 +8,14 @@ for one thing at a time.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError, PrimeError, SandboxDiedError, SandboxError
+from ..errors import ConfigError, PrimeError, SandboxDiedError, SandboxError, shared_disk_full
 from ..hooks import Credentials, Residue
 from ..keeper.client import AS_KEEPER, KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, baseline_of
@@ -218,10 +219,14 @@ class KeeperLink:
         except (SandboxDiedError, PrimeError):
             raise
         except (SandboxError, OSError) as error:
-            raise PrimeError(
+            failed = PrimeError(
                 f"its files or workdir could not be put in place: {getattr(error, 'message', error)}",
                 task=task.id,
-            ) from error
+            )
+            full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+            if full and sandbox.shares_disk:
+                shared_disk_full(failed)
+            raise failed from error
         finally:
             sandbox._state = "released"  # it has no host to go back to
 

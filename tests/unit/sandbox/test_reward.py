@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlsandbox._sandbox.grading import _foreign, finite
+from rlsandbox._sandbox.grading import _foreign, _full, finite
+from rlsandbox._sandbox.host import SandboxLimits
+from rlsandbox.errors import SandboxFileError, file_error
+from rlsandbox.spec import Limits
 
 
 class Tensor:
@@ -38,6 +43,25 @@ class Tensor:
 )
 def test_numbers(value: Any, number: float | None) -> None:
     assert finite(value) == number
+
+
+@pytest.mark.parametrize(
+    ("shared", "wrote", "at_fault"),
+    [(False, 1, True), (True, 1 << 30, False), (True, (1 << 30) + 1, True)],
+)
+async def test_whose_fault_a_full_disk_is(shared: bool, wrote: int, at_fault: bool) -> None:
+    async def changed() -> Any:
+        return SimpleNamespace(bytes=wrote)
+
+    limits = SandboxLimits(attempt=Limits())
+    sandbox: Any = SimpleNamespace(shares_disk=shared, limits=limits, changed=changed)
+    error = file_error(errno.ENOSPC, "/work/hidden")
+    if at_fault:
+        assert (await _full(sandbox, error)).reward == 0.0
+        return
+    with pytest.raises(SandboxFileError) as caught:
+        await _full(sandbox, error)
+    assert (caught.value.kind, caught.value.infrastructure) == ("disk_full", True)
 
 
 ERRORS = [ValueError("x"), SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit()]
