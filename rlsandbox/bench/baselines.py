@@ -14,12 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ..backends.kubernetes import manifests, names
-from ..backends.kubernetes.api import JSON, Api
+from ..backends.kubernetes import failures, manifests, names
+from ..backends.kubernetes.api import JSON, Api, ApiError
 from ..backends.kubernetes.exec import ExecStream
 from ..backends.kubernetes.names import Paths
 from ..backends.kubernetes.watch import Watch, condition
-from ..errors import SandboxError
+from ..errors import ImageError, SandboxError, UnsupportedError
 from .ttfc import Batch, Plan, in_turn
 
 BENCH = "rlsandbox-bench"
@@ -72,13 +72,17 @@ class Seen:
 
     def _changed(self, kind: str, item: JSON) -> None:
         self.uids.add(item["metadata"].get("uid", ""))
-        for entry in list(self._waiting):
-            found = entry[0]()
-            if found and not entry[1].done():
-                entry[1].set_result(found)
+        for look, waits in list(self._waiting):
+            if waits.done():
+                continue
+            try:
+                if found := look():
+                    waits.set_result(found)
+            except SandboxError as error:
+                waits.set_exception(error)
 
     async def until(self, look: Callable[[], Any], seconds: float, what: str) -> Any:
-        """What *look* finds, once it finds something."""
+        """What *look* finds, once it finds something; it may raise when it never will."""
         found = look()
         if found:
             return found
@@ -109,6 +113,24 @@ class Baselines:
             yield api, Paths(api.namespace), secrets.token_hex(4)
         finally:
             batch.requests = Counter(api.requests)
+            await api.close()
+
+    async def check(self) -> None:
+        """
+        Raises:
+            UnsupportedError: the cluster has no warm pools to be claimed from.
+        """
+        api = await Api.connect(**self._how)
+        try:
+            await api.get(f"/apis/{names.EXTENSIONS}/{names.VERSION}")
+        except ApiError as error:
+            if error.status != 404:
+                raise
+            raise UnsupportedError(
+                f"scenario 'peer' needs agent-sandbox ({names.VERSION}), and {api.where} has none",
+                phase="config", hint="--scenario job --scenario recycled ..., or install it",
+            ) from error  # fmt: skip
+        finally:
             await api.close()
 
     # -- a Job for each rollout ----------------------------------------------------------------------
@@ -256,10 +278,22 @@ def _begun(pods: dict[str, JSON], job_name: str) -> str:
             states = (pod.get("status") or {}).get("containerStatuses") or ()
             if any(row["state"].keys() & {"running", "terminated"} for row in states):
                 return name
+            _hopeful(pod)
     return ""
 
 
+def _hopeful(pod: JSON) -> None:
+    """
+    Raises:
+        ImageError: its image cannot be had, whatever one waits.
+    """
+    verdict = failures.of_pod(pod)
+    if verdict is not None and isinstance(verdict.error, ImageError) and not verdict.error.retryable:
+        raise verdict.error
+
+
 def _ready(pod: JSON) -> bool:
+    _hopeful(pod)
     return condition(pod, "Ready").get("status") == "True"
 
 

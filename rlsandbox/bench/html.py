@@ -19,7 +19,8 @@ body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 900px
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 table { border-collapse: collapse; margin: .5em 0; } td, th { padding: .25em .7em; text-align: right; }
 th { border-bottom: 1px solid #999; font-weight: 600; } td:first-child, th:first-child { text-align: left; }
-td:not(:first-child) { white-space: nowrap; } table.facts td { white-space: normal; text-align: left; }
+td:not(:first-child):not(:last-child) { white-space: nowrap; }
+table.facts td { white-space: normal; text-align: left; }
 tr:nth-child(even) td { background: #f4f4f4; } .missed { color: #b00020; font-weight: 600; }
 .ok { color: #14713a; } svg { display: block; max-width: 100%; height: auto; } p.note { color: #555; }
 svg text { font: 12px system-ui, sans-serif; fill: #333; }
@@ -99,11 +100,14 @@ def _rounds(lines: Sequence[Line]) -> str:
     for line in lines:
         for number, batch in enumerate(line.rounds):
             failures = ", ".join(f"{kind} {n}" for kind, n in batch.failures.items()) or "none"
+            if batch.empty and batch.notes:
+                failures += f": {batch.notes[0]}"
             rows.append(
                 _cells(
                     [
                         escape(line.label), str(number + 1), seconds(batch.summary.p50),
-                        seconds(batch.summary.p99), seconds(batch.batch_s), str(batch.sandboxes),
+                        seconds(batch.summary.p99), seconds(None if batch.empty else batch.batch_s),
+                        str(batch.sandboxes),
                         seconds(batch.fill_s), escape(failures),
                     ]
                 )

@@ -50,16 +50,30 @@ class KubernetesBench:
                 write_rate=write_rate, **(options or {}),
             )  # fmt: skip
 
+        self._make = backend
         self._pools = PoolBench(backend, spec=spec, **(pool or {}))
         self._others = Baselines(
             how, pull_policy=pull_policy, runtime_class=runtime_class, write_rate=write_rate
         )
         self._images: set[str] = {image} if image is not None else set()
 
+    async def check(self, plan: Plan) -> None:
+        if not plan.images and self._image is None:
+            for scenario in plan.scenarios:
+                if scenario != "high-cardinality":
+                    raise ConfigError(
+                        f"scenario {scenario!r} needs an image", hint="--image registry.example/task:1"
+                    )
+        backend = self._make()
+        try:
+            await backend.capabilities()  # namespace, credentials, RuntimeClass
+            if "peer" in plan.scenarios:
+                await self._others.check()
+        finally:
+            await backend.close()
+
     async def batch(self, scenario: str, image: str | None, plan: Plan) -> Batch:
         image = image or self._image
-        if image is None and scenario != "high-cardinality":
-            raise ConfigError(f"scenario {scenario!r} needs an image", hint="--image registry.example/task:1")
         self._images |= {*plan.many, *([image] if image is not None else [])}
         if scenario == "job":
             return await self._others.job(str(image), plan)
@@ -139,4 +153,9 @@ def _images(nodes: list[JSON], wanted: set[str]) -> dict[str, int | None]:
         for row in (node.get("status") or {}).get("images") or ()
         for name in row.get("names") or ()
     }
-    return {name: sizes.get(name) for name in sorted(wanted)}
+
+    def size(name: str) -> int | None:
+        """Nodes list an image of docker.io with its registry in front."""
+        return sizes.get(name) or next((sizes[it] for it in sizes if it.endswith(f"/{name}")), None)
+
+    return {name: size(name) for name in sorted(wanted)}

@@ -44,12 +44,15 @@ class PoolBench:
             "reset modes": sorted(self._modes),
         }  # fmt: skip
 
+    async def check(self, plan: Plan) -> None:
+        for scenario in plan.scenarios:
+            if scenario not in self.scenarios:
+                raise UnsupportedError(f"scenario {scenario!r} needs a cluster", phase="config")
+
     async def close(self) -> None:
         return None
 
     async def batch(self, scenario: str, image: str | None, plan: Plan) -> Batch:
-        if scenario not in self.scenarios:
-            raise UnsupportedError(f"scenario {scenario!r} needs a cluster", phase="config")
         image = plan.many[0] if scenario == "high-cardinality" else image
         spec = self._spec if image is None else replace(self._spec, image=image)
         backend = self._make()

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Protocol
 
-from ..errors import ConfigError
+from ..errors import ConfigError, SandboxError, UnsupportedError
 from ..metrics import Samples
 from ..metrics.series import STATISTICS, Summary
 from .goals import Verdict
@@ -28,6 +28,10 @@ SCENARIOS = {
     "recycled": "sandboxes are reset and verified between rollouts",
     "high-cardinality": "many images with few rollouts each, recycled within an image",
 }
+
+
+_TRIES = 2
+"""Rounds in which a scenario may fail as a whole before it is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +125,11 @@ class Batch:
         return Samples.of(self.ttfc_s).summary()
 
     @property
+    def empty(self) -> bool:
+        """Whether no rollout got a sandbox."""
+        return not self.ttfc_s and bool(self.failures)
+
+    @property
     def rollouts(self) -> int:
         return len(self.ttfc_s) + sum(self.failures.values())
 
@@ -146,6 +155,13 @@ class Bench(Protocol):
         """What it is: nodes, versions, images, settings."""
         ...
 
+    async def check(self, plan: Plan) -> None:
+        """
+        Raises:
+            ConfigError, UnsupportedError: what *plan* wants cannot be measured here: told before anything is.
+        """
+        ...
+
     async def batch(self, scenario: str, image: str | None, plan: Plan) -> Batch: ...
 
     async def close(self) -> None: ...
@@ -166,9 +182,14 @@ class Line:
         plain = self.image is None or not self.one_of_several
         return self.scenario if plain else f"{self.scenario}, {self.image}"
 
+    def each(self, of: Callable[[Batch], float | None]) -> list[float]:
+        """The number of each round that has it; one in which no rollout got a sandbox has none."""
+        rounds = [batch for batch in self.rounds if not batch.empty]
+        return [value for value in map(of, rounds) if value is not None]
+
     def median(self, of: Callable[[Batch], float | None]) -> float | None:
         """The median of the rounds that have the number."""
-        found = [value for value in map(of, self.rounds) if value is not None]
+        found = self.each(of)
         return statistics.median(found) if found else None
 
     def statistic(self, name: str) -> float | None:
@@ -222,8 +243,7 @@ class TtfcReport:
                 ("command, median", lambda b: _ms(_command(b)), 2.0, "ms"),
             ]
             for label, of, most, unit in rows:
-                rounds = tuple(v for v in map(of, line.rounds) if v is not None)
-                if rounds:
+                if rounds := tuple(line.each(of)):
                     found.append(Verdict(f"recycled: {label}", statistics.median(rounds), most, unit, rounds))
         return found
 
@@ -261,17 +281,37 @@ async def run_ttfc(
             for images in [(plan.images if scenario in ("job", "cold") else plan.images[:1]) or (None,)]
             for image in images
         ]
+        await bench.check(plan)
         for number in range(plan.rounds):
             for line in lines:
+                if sum(batch.empty for batch in line.rounds) >= _TRIES:
+                    progress(f"round {number + 1} of {plan.rounds}: {line.label}: left out, it failed twice")
+                    continue
                 progress(f"round {number + 1} of {plan.rounds}: {line.label}")
                 if line.scenario == "cold" and plan.evict is not None and line.image is not None:
                     await _evict(plan.evict, line.image)
-                async with asyncio.timeout(plan.timeout):
-                    line.rounds.append(await bench.batch(line.scenario, line.image, plan))
+                line.rounds.append(await _measured(bench, line, plan, progress))
         facts = await bench.facts()
     finally:
         await bench.close()
     return TtfcReport(plan, backend, facts, lines, began)
+
+
+async def _measured(bench: Bench, line: Line, plan: Plan, progress: Callable[[str], None]) -> Batch:
+    """One batch. One that cannot be measured is in the report, beside those that could."""
+    try:
+        async with asyncio.timeout(plan.timeout) as limit:
+            return await bench.batch(line.scenario, line.image, plan)
+    except (ConfigError, UnsupportedError):
+        raise
+    except SandboxError as error:
+        kind, said = error.kind, str(error)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        kind, said = "bench_timeout", f"the batch was not over after {plan.timeout:g} s"
+    progress(f"  failed: {said}")
+    return Batch(failures=Counter({kind: plan.batch(line.scenario)}), notes=[said])
 
 
 async def _evict(command: str, image: str) -> None:

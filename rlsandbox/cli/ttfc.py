@@ -161,6 +161,10 @@ def _run(bench: Bench, plan: Plan, backend: str, progress: Any) -> TtfcReport:
     return run_async(run)
 
 
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
+
+
 def _print(report: TtfcReport) -> None:
     from rich.table import Table
 
@@ -178,13 +182,16 @@ def _print(report: TtfcReport) -> None:
         told = line.to_dict()
         table.add_row(
             line.label, *(seconds(told["ttfc_s"][name]) for name in STATISTICS), seconds(told["batch_s"]),
-            seconds(told["command_s"]), f"{told['sandboxes']:g}", f"{told['requests_per_rollout']:.2f}",
+            seconds(told["command_s"]), _number(told["sandboxes"], "g"),
+            _number(told["requests_per_rollout"], ".2f"),
             str(sum(told["failures"].values())),
         )  # fmt: skip
     screen.print(table)
     click.echo("requests: of the API server, a rollout. Each round, P50 (batch):")
     for line in report.lines:
-        each = "  ".join(f"{seconds(b.summary.p50)} ({seconds(b.batch_s)})" for b in line.rounds)
+        each = "  ".join(
+            f"{seconds(b.summary.p50)} ({seconds(None if b.empty else b.batch_s)})" for b in line.rounds
+        )
         click.echo(f"  {line.label}: {each}")
     for line in report.lines:
         for kind, n in line.to_dict()["failures"].items():

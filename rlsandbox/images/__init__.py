@@ -2,6 +2,7 @@
 
 inventory.py   nodes, their disks and what they have (model.py: the data)
 registry.py    which layers an image has, asked of its registry
+plan.py      a plan as data
 planner.py     which image goes to which node, in which order
 hydrate.py     a plan carried out on a cluster
 placement.py   a plan as a pool's ``rlsandbox_place``
@@ -9,7 +10,8 @@ placement.py   a plan as a pool's ``rlsandbox_place``
 
 from .model import Demand, Image, Inventory, Layer, Node, demand_of
 from .placement import PlannedPlacement
-from .planner import Plan, Pull, plan_images
+from .plan import Plan, Pull
+from .planner import plan_images
 
 __all__ = [
     "Demand",

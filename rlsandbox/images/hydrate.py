@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._loops import see_through
 from ..errors import ConfigError, ImageError, ProvisionError, SandboxError
-from .planner import Pull
+from .plan import Pull
 
 if TYPE_CHECKING:
     from ..backends.kubernetes.api import Api

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..hooks import hookimpl
 from ..task import Task
-from .planner import Plan
+from .plan import Plan
 
 
 class PlannedPlacement:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from rlsandbox.bench.html import page, seconds
 from rlsandbox.bench.ttfc import Batch, Line, Plan, TtfcReport, in_turn, run_ttfc
-from rlsandbox.cli.ttfc import expanded
-from rlsandbox.errors import ConfigError
+from rlsandbox.cli.ttfc import _print, expanded
+from rlsandbox.errors import ConfigError, ProvisionError, UnsupportedError
 
 
 def report(*, p50: float = 0.004, backend: str = "kubernetes") -> TtfcReport:
@@ -128,6 +130,9 @@ async def test_rounds_are_interleaved_and_the_bench_is_closed_whatever_happens()
         def __init__(self) -> None:
             self.did: list[str] = []
 
+        async def check(self, plan: Plan) -> None:
+            return None
+
         async def facts(self) -> dict[str, Any]:
             return {}
 
@@ -151,12 +156,67 @@ async def test_rounds_are_interleaved_and_the_bench_is_closed_whatever_happens()
     assert broken.did == ["warm None", "closed"]
 
 
+async def test_a_scenario_that_fails_as_a_whole_is_in_the_report_beside_the_others() -> None:
+    class Half:
+        did: ClassVar[list[str]] = []
+
+        async def check(self, plan: Plan) -> None:
+            return None
+
+        async def facts(self) -> dict[str, Any]:
+            return {}
+
+        async def batch(self, scenario: str, image: str | None, plan: Plan) -> Batch:
+            self.did.append(scenario)
+            if scenario == "peer":
+                raise ProvisionError("no warm pool", kind="quota")
+            if scenario == "cold":
+                await asyncio.sleep(60)
+            return Batch(ttfc_s=[1.0])
+
+        async def close(self) -> None:
+            return None
+
+    plan = Plan(scenarios=("peer", "cold", "recycled"), rounds=4, rollouts=6, concurrency=2, timeout=0.05)
+    told = await run_ttfc(Half(), plan, backend="kubernetes")
+    assert [Half.did.count(name) for name in plan.scenarios] == [2, 2, 4]
+    peer, cold, recycled = told.to_dict()["scenarios"]
+    assert peer["failures"] == {"quota": 12}
+    assert peer["rounds"][0]["notes"] == ["no warm pool"]
+    assert cold["failures"] == {"bench_timeout": 4}
+    assert (recycled["failures"], recycled["ttfc_s"]["p50"]) == ({}, 1.0)
+    assert "quota 6: no warm pool" in page(told)
+    assert (peer["batch_s"], peer["sandboxes"], peer["requests_per_rollout"]) == (None, None, None)
+    nothing = TtfcReport(plan, "kubernetes", {}, [replace(told.lines[0], scenario="recycled")], "")
+    assert nothing.verdicts() == []  # what did not happen was not fast
+    _print(nothing)
+
+
+async def test_what_cannot_be_measured_at_all_is_told_before_anything_is() -> None:
+    class Unable:
+        closed = False
+
+        async def check(self, plan: Plan) -> None:
+            raise UnsupportedError("needs warm pools")
+
+        async def close(self) -> None:
+            self.closed = True
+
+    bench = Unable()
+    with pytest.raises(UnsupportedError, match="needs warm pools"):
+        await run_ttfc(bench, Plan(), backend="kubernetes")  # type: ignore[arg-type]
+    assert bench.closed
+
+
 async def test_an_image_that_cannot_be_removed_stops_the_run() -> None:
     class Never:
         async def batch(self, *what: object) -> Batch:
             raise AssertionError("measured all the same")
 
         facts = batch
+
+        async def check(self, plan: Plan) -> None:
+            return None
 
         async def close(self) -> None:
             return None
@@ -167,8 +227,6 @@ async def test_an_image_that_cannot_be_removed_stops_the_run() -> None:
 
 
 async def test_so_many_at_once() -> None:
-    import asyncio
-
     now, most, done = 0, 0, []
 
     async def one(i: int) -> None:

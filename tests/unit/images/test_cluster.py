@@ -209,17 +209,15 @@ def test_images_are_brought_a_few_at_a_time_and_nothing_is_left(tmp_path: Path) 
         assert not fake.objects[PODS]
         assert not fake.objects["/apis/coordination.k8s.io/v1/namespaces/rls/leases"]
         made = [item for _, kind, path, item in fake.history if path == PODS and kind == "ADDED"]
-        order = [one["spec"]["containers"][0]["image"] for one in made]
-        assert sorted(order[:3]) == ["i0", "i0", "i1"]
-        assert sorted(order[-3:]) == ["i4", "i5", "i5"]
         assert made[0]["spec"]["imagePullSecrets"] == [{"name": "s"}]
         assert made[0]["spec"]["containers"][0]["command"] == ["/.rlsandbox/keeper", "version"]
-        where: list[str] = []
+        order: dict[str, list[str]] = {"a": [], "b": []}
         for one in made:
             affinity = one["spec"]["affinity"]["nodeAffinity"]
             (term,) = affinity["requiredDuringSchedulingIgnoredDuringExecution"]["nodeSelectorTerms"]
-            where += term["matchFields"][0]["values"]
-        assert sorted(where) == ["a"] * 6 + ["b"] * 6
+            order[term["matchFields"][0]["values"][0]].append(one["spec"]["containers"][0]["image"])
+        for names in order.values():  # those that are under way at once may overtake each other
+            assert all(abs(names.index(f"i{n}") - n) <= 2 for n in range(6)), names
 
     run(tmp_path, body)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from rlsandbox.images import (
     Node,
     Plan,
     PlannedPlacement,
+    Pull,
     demand_of,
     plan_images,
 )
@@ -272,3 +275,29 @@ def test_what_runs_under_another_name_of_an_image_is_counted_once() -> None:
     told = plan_images([Demand("x:1", 1)], {"x:1": Image("x:1", (layer,))}, Inventory((used,)))
     assert not told.refused
     assert told.nodes[0].working_set == 350
+
+
+def changed(**how: Any) -> dict[str, Any]:
+    """A plan's JSON with something else in its first pull, or in itself."""
+    pull = {"image": "a", "node": "n", "rollouts": 1, "bytes": 1, "there": False, "wave": 0}
+    own = {name: value for name, value in how.items() if name in pull}
+    plain = Plan((Pull(**{**pull, "rollouts": 1}),), ()).to_json()
+    return {**plain, "pulls": [{**pull, **own}], **{k: v for k, v in how.items() if k not in own}}
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"image": 5}, {"image": "BAD NAME"}, {"node": None}, {"node": ""}, {"wave": "x"}, {"wave": -1},
+        {"bytes": "x"}, {"bytes": True}, {"rollouts": None}, {"there": 1}, {"refused": 3}, {"notes": [5]},
+        {"refused": {"a": 1}}, {"pulls": None}, {"pulls": [1]}, {"nodes": [{"node": "n"}]}, {"images": "x"},
+        {"version": "1"},
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_plan_is_told_when_it_is_read(tmp_path: Path, how: dict[str, Any]) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(changed()))
+    assert Plan.load(file).pulls[0].node == "n"
+    file.write_text(json.dumps(changed(**how)))
+    with pytest.raises(ConfigError, match="is no plan"):
+        Plan.load(file)
