@@ -63,6 +63,10 @@ class _Place:
     verdict: str = ""
     """The kind of the verdict that the timer waits for."""
     leaving: bool = False
+    asked: bool = False
+    """Whether the API server has heard that it is to be removed."""
+    helped: bool = False
+    """Whether its pod's removal was asked for as well, since nobody collected it."""
     told: str = ""
     """What the pool was told of its place: ``away``, ``leaving``, or nothing."""
     wish: str = ""
@@ -168,6 +172,8 @@ class Kubernetes(Backend):
         self._by_name: dict[str, _Place] = {}
         self._env: dict[str, dict[str, str]] = {}
         self._cleaning: set[asyncio.Task[None]] = set()
+        self._collected_at = 0.0
+        """When a pod whose claim was removed went last without our help."""
         self.keeps_layers = keep is not False
         self._keep = keep if isinstance(keep, str) else None
         self._copies: LayerCopies | None = None
@@ -419,23 +425,31 @@ class Kubernetes(Backend):
         if place.stream is not None:
             place.stream.abort()
             await place.stream.wait_closed()
+        watch = cluster.claims if cluster.crds else cluster.pods
         path = cluster.paths.claims if cluster.crds else cluster.paths.pods
-        there = await cluster.api.delete(f"{path}/{place.name}", throttle=True)
-        if not there and not self._seen(place):
-            self._forget(place)
-            return
+        known = watch.store.get(place.name) if watch is not None else None
+        # Who waited in vain comes again: a cluster that takes its time is not made slower by saying it twice.
+        if not place.asked or (known is not None and not known["metadata"].get("deletionTimestamp")):
+            there = await cluster.api.delete(f"{path}/{place.name}", throttle=True)
+            place.asked = True
+            if not there and not self._seen(place):
+                self._forget(place)
+                return
         await self._until_gone(cluster, place)
         self._forget(place)
 
     async def _until_gone(self, cluster: Cluster, place: _Place) -> None:
-        helped = False
+        now = asyncio.get_running_loop().time
         while self._seen(place):
             place.gone.clear()
             try:
-                async with asyncio.timeout(None if helped else COLLECTED_S):
+                async with asyncio.timeout(None if place.helped else COLLECTED_S):
                     await place.gone.wait()
             except TimeoutError:
-                helped = await self._collect(cluster, place)
+                if now() - self._collected_at >= COLLECTED_S:  # else the collector is at work
+                    place.helped = await self._collect(cluster, place)
+        if not place.helped:
+            self._collected_at = now()
 
     async def _collect(self, cluster: Cluster, place: _Place) -> bool:
         """Remove the pod, whose claim is gone; whether that was tried.
@@ -450,6 +464,7 @@ class Kubernetes(Backend):
             await cluster.api.delete(f"{cluster.paths.pods}/{pod['metadata']['name']}", throttle=True)
         except SandboxError as error:
             log.debug("pod %s waits for the garbage collector: %s", place.pod, error)
+            return False
         return True
 
     def _seen(self, place: _Place) -> bool:

@@ -200,6 +200,36 @@ def test_a_removal_takes_as_long_as_the_pod(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+def test_a_slow_collector_is_asked_once_and_helped_only_when_it_stands_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.backend.COLLECTED_S", 2.0)
+
+    async def body(w: World) -> None:
+        backend = w.backend()
+        members = [await make(backend, f"m{i}") for i in range(12)]
+        names = list(w.api.objects[PODS])
+        w.api.on_change.remove(w.pods._changed)  # nobody removes the pods
+
+        async def given_up(member: Any) -> None:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await backend.dispose(member)
+
+        await asyncio.gather(*map(given_up, members))
+        again = [asyncio.ensure_future(backend.dispose(member)) for member in members]
+        for name in names[:10]:  # for longer than it may stand still
+            await asyncio.sleep(0.25)
+            w.api.drop(PODS, name)
+        assert w.api.count("DELETE", "sandboxclaims") == 12 and w.api.count("DELETE", "/pods/") == 0
+        await asyncio.gather(*again)
+        assert w.api.count("DELETE", "sandboxclaims") == 12 and w.api.count("DELETE", "/pods/") == 2
+        w.api.on_change.append(w.pods._changed)
+        await backend.close()
+
+    run(tmp_path, body)
+
+
 # -- watches ----------------------------------------------------------------------------------------
 
 
