@@ -15,6 +15,7 @@ import rlsandbox as rls
 from rlsandbox.errors import ConfigError, SandboxError
 from rlsandbox.metrics import BatchClock
 
+from ._options import require_seconds, require_whole, tasks_from
 from .ranks import connected
 from .rollout import CALLERS_MISTAKES
 from .tally import counter_of
@@ -63,10 +64,18 @@ def sandbox_reward(
         concurrency: calls at once, at most.
         name: under which the trainer logs it.
     """
-    if not timeout > 0:
-        raise ConfigError(f"timeout must be a number of seconds above 0, not {timeout!r}")
+    require_seconds("timeout", timeout)
+    require_seconds("claim_timeout", claim_timeout)
+    require_whole("retries", retries, 0)
+    require_whole("concurrency", concurrency, 1)
+    if not isinstance(pool, rls.Pool):
+        raise ConfigError(f"pool must be a Pool, not {pool!r}")
+    if not isinstance(path, str) or not path:
+        raise ConfigError(f"path must name a file, not {path!r}")
+    if not callable(answer):
+        raise ConfigError(f"answer must be a function, not {answer!r}")
     plain = rls.Task(id=name, spec=spec, grader=rls.Grader(command=command, timeout=timeout))
-    found = rls.load_tasks(tasks) if isinstance(tasks, str) else tasks
+    found = None if tasks is None else tasks_from(tasks)
     known = None if found is None else {task.id: task for task in found}
     for task in (known or {}).values():
         if task.grader is None:

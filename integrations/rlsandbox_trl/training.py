@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import os
 import threading
@@ -16,6 +17,7 @@ from rlsandbox.errors import ConfigError
 from rlsandbox.metrics import BatchClock
 
 from . import versions
+from ._options import require_seconds, require_tools, require_whole, tasks_from
 from .environment import SandboxEnvironment
 from .ranks import connected, local_processes, shared_pool
 from .tally import Counter, counter_of
@@ -62,17 +64,26 @@ class SandboxTraining:
         versions.require()
         if pool is not None and pool_kwargs:
             raise ConfigError(f"{min(pool_kwargs)}= belongs to a pool of its own, but pool= is given")
-        unknown = sorted(set(tools) - set(TOOLS))
-        if unknown:
-            raise ConfigError(f"there is no tool called {unknown[0]!r}", hint=f"tools: {', '.join(TOOLS)}")
-        found = rls.load_tasks(tasks) if isinstance(tasks, str) else list(tasks)
+        require_tools(tools, TOOLS)
+        require_whole("retries", retries, 0)
+        require_whole("output", output, 2)
+        for name, value in (("claim_timeout", claim_timeout), ("command_timeout", command_timeout)):
+            require_seconds(name, value)
+        if step_timeout is not None:
+            require_seconds("step_timeout", step_timeout)
+        if not (isinstance(environment, type) and issubclass(environment, SandboxEnvironment)):
+            raise ConfigError(f"environment must be a subclass of SandboxEnvironment, not {environment!r}")
+        if pool is not None and not isinstance(pool, rls.Pool):
+            raise ConfigError(f"pool must be a Pool, not {pool!r}")
+        for name in pool_kwargs:
+            if name not in inspect.signature(rls.Pool).parameters:
+                raise TypeError(f"SandboxTraining() got an unexpected keyword argument {name!r}")
+        found = tasks_from(tasks)
         self.tasks = {task.id: task for task in found}
         if not found or len(self.tasks) != len(found):
             raise ConfigError("there are no tasks" if not found else "two tasks have the same id")
         self._base, self._tools = environment, tuple(tools)
         self._environment = _without(environment, [name for name in TOOLS if name not in tools])
-        if step_timeout is not None and not step_timeout > 0:
-            raise ConfigError(f"step_timeout must be a number of seconds above 0, not {step_timeout!r}")
         self._retries, self._claim_timeout = retries, claim_timeout
         self._step_timeout, self._deadline = step_timeout, math.inf
         self._command_timeout, self._output = command_timeout, output

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
-from rlsandbox_trl import SandboxEnvironment, SandboxTraining
+from rlsandbox_trl import SandboxEnvironment, SandboxTraining, sandbox_reward
 
 import rlsandbox as rls
 from rlsandbox.errors import ConfigError
@@ -229,3 +229,51 @@ def test_a_reward_of_ones_own_is_logged_as_a_number(
     monkeypatch.setattr(Tensor, "value", float("nan"))
     with pytest.raises(ValueError, match="must be a finite number or None, not nan"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"retries": "2"}, "retries must be a whole number of at least 0, not '2'"),
+        ({"retries": -1}, "retries must be a whole number"),
+        ({"claim_timeout": 0}, "claim_timeout must be a number of seconds above 0"),
+        ({"claim_timeout": None}, "claim_timeout must be a number of seconds above 0"),
+        ({"command_timeout": None}, "command_timeout must be a number of seconds above 0"),
+        ({"step_timeout": float("nan")}, "step_timeout must be a number of seconds above 0"),
+        ({"output": None}, "output must be a whole number of at least 2"),
+        ({"output": 0}, "output must be a whole number of at least 2"),
+        ({"tools": "shell"}, "tools must be a list of names, not 'shell'"),
+        ({"tools": ["shel"]}, "no tool called 'shel'"),
+        ({"environment": int}, "environment must be a subclass of SandboxEnvironment"),
+        ({"pool": 3}, "pool must be a Pool, not 3"),
+        ({"tasks": [{"id": "a"}]}, "tasks must be a list of Task, or where they are, not of dict"),
+        ({"tasks": None}, "not of NoneType"),
+    ],
+)
+def test_a_wrong_option_is_told_where_it_is_given(options: dict[str, Any], said: str) -> None:
+    """Not by a tool, to the model, and not by a batch of which all is missing."""
+    tasks = options.pop("tasks", [rls.Task(id="a")])
+    with pytest.raises(ConfigError, match=said):
+        SandboxTraining(tasks, **options)
+
+
+def test_an_option_that_neither_we_nor_a_pool_have() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sise'"):
+        SandboxTraining([rls.Task(id="a")], sise=4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timeout": "3"}, "timeout must be a number of seconds above 0, not '3'"),
+        ({"claim_timeout": -1}, "claim_timeout must be a number of seconds"),
+        ({"retries": None}, "retries must be a whole number"),
+        ({"concurrency": 0}, "concurrency must be a whole number of at least 1"),
+        ({"path": ""}, "path must name a file"),
+        ({"answer": 3}, "answer must be a function"),
+        ({"tasks": [1]}, "not of int"),
+    ],
+)
+def test_a_wrong_option_of_a_reward(options: dict[str, Any], said: str) -> None:
+    with rls.Pool(size=1) as pool, pytest.raises(ConfigError, match=said):
+        sandbox_reward(pool, **options)
