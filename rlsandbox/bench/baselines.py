@@ -14,9 +14,12 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import aiohttp
+
 from ..backends.kubernetes import failures, manifests, names
 from ..backends.kubernetes.api import JSON, Api, ApiError
 from ..backends.kubernetes.exec import ExecStream
+from ..backends.kubernetes.lease import RunLease
 from ..backends.kubernetes.names import Paths
 from ..backends.kubernetes.watch import Watch, condition
 from ..errors import ImageError, SandboxError, UnsupportedError
@@ -38,12 +41,17 @@ def container(image: str, command: list[str], pull_policy: str, runtime_class: s
     return pod if runtime_class is None else {**pod, "runtimeClassName": runtime_class}
 
 
+def labels(label: str) -> dict[str, str]:
+    """By which what a killed benchmark left is found."""
+    return {BENCH: label, names.MANAGED: "true", names.RUN: label, names.OWNER: names.owner()}
+
+
 def job(name: str, label: str, pod: JSON) -> JSON:
     """docs/benchmarks.md shows it as YAML."""
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": {"name": name, "labels": {BENCH: label}},
+        "metadata": {"name": name, "labels": labels(label)},
         "spec": {
             "backoffLimit": 0,
             "template": {
@@ -108,10 +116,15 @@ class Baselines:
 
     @contextlib.asynccontextmanager
     async def _api(self, batch: Batch) -> AsyncIterator[tuple[Api, Paths, str]]:
+        """And a Lease, by which `rlsandbox reap` sees that what carries the label is still wanted."""
         api = await Api.connect(**self._how, write_rate=self._rate)
+        paths, label = Paths(api.namespace), secrets.token_hex(4)
+        lease = RunLease(api, paths.leases, label)
         try:
-            yield api, Paths(api.namespace), secrets.token_hex(4)
+            await lease.begin()
+            yield api, paths, label
         finally:
+            await lease.end()
             batch.requests = Counter(api.requests)
             await api.close()
 
@@ -149,7 +162,9 @@ class Baselines:
                         found = await pods.until(
                             lambda: _begun(pods.store, name), WAIT_S, f"the pod of {name}"
                         )
-                        await _first_line(api, f"{paths.pods}/{found}/log", WAIT_S)
+                        await _first_line(
+                            api, f"{paths.pods}/{found}/log", WAIT_S, lambda: _ended(pods.store.get(found))
+                        )
                         batch.ttfc_s.append(loop.time() - begun)
                         if plan.think:
                             await asyncio.sleep(plan.think)
@@ -176,6 +191,8 @@ class Baselines:
             template = manifests.template(name, pod)
             template["spec"]["podTemplate"]["metadata"]["labels"][BENCH] = label
             pool = manifests.warm_pool(name, name, plan.pool_size)
+            for made in (template, pool):
+                made["metadata"]["labels"] |= labels(label)
             async with (
                 Seen(api, paths.pods, f"{BENCH}={label}") as pods,
                 Seen(api, paths.claims, f"{names.RUN}={label}") as claims,
@@ -297,13 +314,28 @@ def _ready(pod: JSON) -> bool:
     return condition(pod, "Ready").get("status") == "True"
 
 
-async def _first_line(api: Api, path: str, seconds: float) -> None:
-    async with asyncio.timeout(seconds):
-        while True:
-            response = await api.stream(path, {"follow": "true"}, silent_s=seconds)
-            try:
-                if await response.content.readany():
-                    return
-            finally:
-                response.close()
-            await asyncio.sleep(0.01)  # it has not come from the container's runtime yet
+def _ended(pod: JSON | None) -> str:
+    """How its container ended; empty while it has not."""
+    for row in ((pod or {}).get("status") or {}).get("containerStatuses") or ():
+        if how := (row.get("state") or {}).get("terminated"):
+            said = " ".join(str(how.get("message") or how.get("reason") or "").split())
+            return f"it ended with {how.get('exitCode')}" + (f" ({said})" if said else "")
+    return "" if pod is not None else "its pod is gone"
+
+
+async def _first_line(api: Api, path: str, seconds: float, ended: Callable[[], str]) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                how = ended()
+                response = await api.stream(path, {"follow": "true"}, silent_s=seconds)
+                try:
+                    if await response.content.readany():
+                        return
+                finally:
+                    response.close()
+                if how:
+                    raise SandboxError(f"a Job's command printed nothing: {how}", kind="exec")
+                await asyncio.sleep(0.01)  # it has not come from the container's runtime yet
+    except (TimeoutError, OSError, aiohttp.ClientError) as error:
+        raise SandboxError(f"a Job's first line did not come: {error!r}", kind="bench_timeout") from error

@@ -231,6 +231,72 @@ def test_every_scenario_on_a_cluster(
     assert (tmp_path / "report.html").read_text().endswith("</html>\n")
 
 
+def test_what_fails_is_reported_and_soon(
+    any_kubeconfig: Path, make_namespace: Callable[..., str], tmp_path: Path
+) -> None:
+    """An image that there is not, and a command that prints nothing: no scenario hangs, all are in the report."""
+    namespace = make_namespace()
+    for image, command, kinds in (
+        (f"{TEST.partition('/')[0]}/nosuch:1", "/bin/echo hi", {"image_not_found"}),
+        (TEST, "/no/such", {"exec", "command_start"}),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "rlsandbox", "bench", "ttfc", "--kubeconfig", str(any_kubeconfig),
+             "--namespace", namespace, "--image", image, "--command", command, "--rounds", "1", "--rollouts", "4",
+             "--concurrency", "2", "--scenario", "job", "--scenario", "peer", "--scenario", "warm", "--json", "--gate"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=110, env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert done.returncode == 1, done.stderr
+        for line in json.loads(done.stdout)["scenarios"]:
+            assert sum(line["failures"].values()) == 4 and set(line["failures"]) <= kinds, line["failures"]
+
+
+def test_a_benchmark_that_was_killed_is_reaped(
+    any_kubeconfig: Path, make_namespace: Callable[..., str], kube: Kube, tmp_path: Path
+) -> None:
+    namespace = make_namespace()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "KUBECONFIG": str(any_kubeconfig)}
+    killed = subprocess.Popen(
+        [sys.executable, "-m", "rlsandbox", "bench", "ttfc", "--namespace", namespace, "--image", TEST,
+         "--scenario", "peer", "--rounds", "1", "--rollouts", "50", "--concurrency", "2", "--think", "5"],
+        cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    ext = f"/apis/extensions.agents.x-k8s.io/v1beta1/namespaces/{namespace}"
+    core = f"/api/v1/namespaces/{namespace}"
+    try:
+        until("claims are held", lambda: kube.items(f"{ext}/sandboxclaims"), 120)
+    finally:
+        killed.kill()
+        killed.wait()
+    reap = [
+        sys.executable,
+        "-m",
+        "rlsandbox",
+        "reap",
+        "--backend",
+        "kubernetes",
+        "--namespace",
+        namespace,
+        "--yes",
+    ]
+    spared = subprocess.run(reap, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    assert "nothing is left" in spared  # its Lease has not run out
+    (lease,) = [
+        row
+        for row in kube.items(f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases")
+        if row["metadata"]["name"].startswith("rlsandbox-")
+    ]
+    path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{lease['metadata']['name']}"
+    kube.patch(path, {"spec": {"renewTime": "2020-01-01T00:00:00.000000Z"}})
+    done = subprocess.run(reap, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done
+    assert {"SandboxWarmPool", "SandboxTemplate", "Lease"} <= {
+        line.split()[0] for line in done.stdout.splitlines()
+    }
+    until("nothing is left", lambda: not kube.items(f"{core}/pods"), 60)
+    assert not kube.items(f"{ext}/sandboxwarmpools") and not kube.items(f"{ext}/sandboxclaims")
+
+
 def test_cold_means_that_the_image_was_pulled(
     cluster: Cluster, make_namespace: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -165,6 +165,9 @@ class FakeApi:
             "configmaps",
             "events",
             "sandboxes",
+            "sandboxwarmpools",
+            "sandboxtemplates",
+            "jobs",
         ):
             if "sandboxclaims" in path and "extensions.agents.x-k8s.io" not in self.groups:
                 return _status(404, "NotFound", "no such kind")

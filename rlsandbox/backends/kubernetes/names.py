@@ -79,4 +79,5 @@ class Paths:
         self.warm_pools = f"{ext}/sandboxwarmpools"
         self.sandboxes = f"/apis/{GROUP}/{VERSION}/namespaces/{namespace}/sandboxes"
         self.policies = f"/apis/networking.k8s.io/v1/namespaces/{namespace}/networkpolicies"
+        self.jobs = f"/apis/batch/v1/namespaces/{namespace}/jobs"
         self.leases = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases"
