@@ -13,15 +13,22 @@ from typing import Any
 from .errors import ConfigError
 from .spec import ISOLATIONS, NETWORKS, parse_size
 
+_SHOWN = 30
+_LONGEST = 200
+
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """``": did you mean 'size'?"``, or what there is when nothing is near; for the end of a message."""
     names = sorted(set(known))
+    word = word[:_LONGEST]  # a whole prompt given for a name must not be compared with every task's
     close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     close = close or [name for name in names if len(word) > 2 and word.lower() in name.lower()]
     if close:
         return f": did you mean {close[0]!r}?"
-    return f"; known: {', '.join(names)}" if names else "; there is none"
+    if not names:
+        return "; there is none"
+    more = f" ... ({len(names)} in all)" if len(names) > _SHOWN else ""
+    return f"; known: {', '.join(names[:_SHOWN])}{more}"
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy
 import pytest
 
 import rlsandbox.config as config_module
+from rlsandbox._settings import nearest
 from rlsandbox.config import Config, load_config
 from rlsandbox.errors import ConfigError
 from rlsandbox.spec import Spec
@@ -277,6 +278,14 @@ def test_a_link_to_what_is_not_there_is_not_passed_over(places: Places) -> None:
     with pytest.raises(ConfigError, match=r"rlsandbox\.toml is a link to what is not there"):
         places.load()
     assert places.load(False).pool.size is None
+
+
+def test_of_very_many_known_names_only_some_are_told() -> None:
+    assert nearest("zzz", ["a", "b"]) == "; known: a, b"
+    said = nearest("zzz", [f"n{i:03}" for i in range(331)])
+    assert said.startswith("; known: n000, n001, ")
+    assert said.endswith(", n029 ... (331 in all)")
+    assert nearest("n30", [f"n{i:03}" for i in range(331)]).startswith(": did you mean 'n")
 
 
 def test_unknown_profile_names_the_nearest(places: Places) -> None:
