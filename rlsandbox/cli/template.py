@@ -91,19 +91,23 @@ def check(name: str, context: str | None, namespace: str | None, as_json: bool) 
 
 async def _check(name: str, context: str | None, namespace: str | None) -> list[str]:
     from ..backends.kubernetes.api import Api, ApiError
-    from ..backends.kubernetes.names import Paths
-    from ..backends.kubernetes.stanza import problems
+    from ..backends.kubernetes.names import Paths, check_name
+    from ..backends.kubernetes.stanza import missing_keeper, problems
 
+    check_name(name, "template")
     api = await Api.connect(context=context, namespace=namespace)
+    paths = Paths(api.namespace)
     try:
-        template: dict[str, Any] = await api.get(f"{Paths(api.namespace).templates}/{name}")
+        template: dict[str, Any] = await api.get(f"{paths.templates}/{name}")
+        pod = template["spec"]["podTemplate"]["spec"]
+        missing = await missing_keeper(api, paths, pod)
     except ApiError as error:
         if error.status == 404:
             raise ConfigError(f"namespace {api.namespace!r} has no SandboxTemplate {name!r}") from error
         raise
     finally:
         await api.close()
-    return problems(template["spec"]["podTemplate"]["spec"])
+    return [*problems(pod), *([missing] if missing else [])]
 
 
 @command.command()

@@ -27,6 +27,7 @@ from kubernetes.aio import client as _client
 
 from ...errors import ConfigError, ProvisionError, SandboxError, ThrottledError
 from .credentials import SERVICE_ACCOUNT, Credentials
+from .names import check_name
 
 log = logging.getLogger("rlsandbox.kubernetes")
 k8s: Any = _client  # it says nothing of its types
@@ -133,6 +134,7 @@ class Api:
             own = SERVICE_ACCOUNT.joinpath("namespace")
             spoken = namespace or (own.read_text().strip() if own.exists() else "default")
             where = f"the cluster of this pod ({settings.host})"
+        check_name(spoken, "namespace", dots=False)
         try:
             client = k8s.ApiClient(settings)
         except (OSError, ValueError) as error:  # of certificates and keys that are none

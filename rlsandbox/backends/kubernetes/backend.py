@@ -143,10 +143,8 @@ class Kubernetes(Backend):
             ("runtime_class", runtime_class), ("gvisor_class", gvisor_class),
             *(("pull_secrets", name) for name in pull_secrets),
         ):  # fmt: skip
-            if value is not None and names.dns_label(value) != value and "." not in value:
-                raise ConfigError(
-                    f"Kubernetes: {what} {value!r} cannot be a name: letters a-z, digits and '-' only"
-                )
+            if value is not None:
+                names.check_name(value, f"Kubernetes: {what}", dots=what != "namespace")
         arch = machine() if arch is None else arch
         if arch not in manifests.ARCH:
             raise ConfigError(f"Kubernetes: arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")

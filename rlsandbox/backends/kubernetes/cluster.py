@@ -18,7 +18,7 @@ from .lease import RunLease
 from .manifests import Shape
 from .names import Paths
 from .nodes import Nodes
-from .stanza import problems
+from .stanza import missing_keeper, problems
 from .tidy import tidy_quietly
 from .watch import Watch, slim
 
@@ -265,7 +265,10 @@ class Cluster:
             template = pool["spec"]["sandboxTemplateRef"]["name"]
         assert template is not None
         found = await self._named(self.paths.templates, "SandboxTemplate", template)
-        wrong = problems(found["spec"]["podTemplate"]["spec"]) if carries_keeper else []
+        pod = found["spec"]["podTemplate"]["spec"]
+        wrong = problems(pod) if carries_keeper else []
+        if carries_keeper and (missing := await missing_keeper(self.api, self.paths, pod)):
+            wrong.append(missing)
         if wrong:
             raise ConfigError(
                 f"SandboxTemplate {template!r} does not carry the keeper: {wrong[0]}"

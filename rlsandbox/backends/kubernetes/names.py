@@ -10,6 +10,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from ...errors import ConfigError
+
 GROUP, EXTENSIONS, VERSION = "agents.x-k8s.io", "extensions.agents.x-k8s.io", "v1beta1"
 API_VERSION = f"{EXTENSIONS}/{VERSION}"
 
@@ -40,6 +42,21 @@ def dns_label(text: str, *, limit: int = 63) -> str:
     if clean == text and len(clean) <= limit:
         return clean
     return f"{clean[: limit - 9].rstrip('-')}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*\Z")
+
+
+def check_name(text: str, what: str, *, dots: bool = True) -> str:
+    """*text*, which may be the name of an object; it becomes a part of URLs.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
+    if not _NAME.match(text) or len(text) > 253 or (not dots and "." in text):
+        raise ConfigError(f"{what} {text!r} cannot be a name: letters a-z, digits and '-' only")
+    return text
 
 
 def label_value(text: str) -> str:

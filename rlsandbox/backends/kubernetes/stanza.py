@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import names
-from .api import JSON
+from .api import JSON, Api, ApiError
 
 
 def stanza(config_map: str) -> JSON:
@@ -65,3 +65,24 @@ def problems(pod: JSON, config_map: str | None = None) -> list[str]:
     if (first.get("securityContext") or {}).get("privileged"):
         found.append("a privileged container is refused")
     return found
+
+
+async def missing_keeper(api: Api, paths: names.Paths, pod: JSON) -> str:
+    """What is wrong with the ConfigMap that such a pod mounts; empty: it holds one, or nobody may look."""
+    mounted = {row["name"]: row["configMap"] for row in pod.get("volumes") or () if "configMap" in row}
+    first: JSON = (pod.get("containers") or [{}])[0]
+    at: JSON = next(
+        (row for row in first.get("volumeMounts") or () if row.get("mountPath") == names.KEEPER_DIR), {}
+    )
+    name = mounted.get(at.get("name"), {}).get("name")
+    if not name:
+        return ""  # problems() says so
+    try:
+        found = await api.get(f"{paths.config_maps}/{name}")
+    except ApiError as error:
+        if error.status == 404:
+            return f"there is no ConfigMap {name!r}: `rlsandbox template show --keeper` prints one"
+        if error.status == 403:
+            return ""
+        raise
+    return "" if "keeper" in (found.get("binaryData") or {}) else f"ConfigMap {name!r} holds no keeper"

@@ -489,6 +489,10 @@ def test_one_clear_line_before_work_starts(
     "how",
     [
         {"namespace": "Not A Name"},
+        {"namespace": "a.b"},
+        {"template": "../sandboxclaims/x.y"},
+        {"warm_pool": ""},
+        {"runtime_class": "a..b"},
         {"mode": "best"},
         {"arch": "pdp11"},
         {"write_rate": 0},
@@ -553,6 +557,15 @@ def test_a_named_pool_must_carry_the_keeper(tmp_path: Path) -> None:
             t for t in w.api.objects[f"{Pods.EXT}/sandboxtemplates"].values() if t["metadata"]["name"] != "t"
         )
         w.api.put(f"{Pods.EXT}/sandboxtemplates", {"metadata": {"name": "t"}, "spec": good["spec"]})
+        mounted = next(v for v in good["spec"]["podTemplate"]["spec"]["volumes"] if "configMap" in v)
+        keeper = w.api.drop(f"{Pods.CORE}/configmaps", mounted["configMap"]["name"])
+        assert keeper is not None
+        with pytest.raises(errors.ConfigError, match="there is no ConfigMap 'rlsandbox-keeper"):
+            await w.backend(warm_pool="p").capabilities()
+        w.api.put(f"{Pods.CORE}/configmaps", {**keeper, "binaryData": {"other": "eA=="}})
+        with pytest.raises(errors.ConfigError, match="holds no keeper"):
+            await w.backend(warm_pool="p").capabilities()
+        w.api.put(f"{Pods.CORE}/configmaps", keeper)
         named = w.backend(warm_pool="p")
         before = len(w.api.objects[f"{Pods.EXT}/sandboxwarmpools"])
         await make(named, "m9", spec=Spec())
