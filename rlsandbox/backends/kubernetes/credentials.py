@@ -21,7 +21,7 @@ from kubernetes.aio import config as _config
 from kubernetes.aio.config import kube_config as _kube_config
 from kubernetes.aio.config.config_exception import ConfigException
 
-from ...errors import ConfigError
+from ...errors import ConfigError, ProvisionError, SandboxError
 
 log = logging.getLogger("rlsandbox.kubernetes")
 k8s_config: Any = _config
@@ -57,7 +57,8 @@ class Credentials:
         """The context that is used; empty in a pod.
 
         Raises:
-            ConfigError: there is no such context, a file is none, a plugin fails.
+            ConfigError: there is no such context, a file is none.
+            ProvisionError: a plugin gives no credentials now.
         """
         if not self._files:
             try:
@@ -70,7 +71,7 @@ class Credentials:
         try:
             self._loader = await self._read(self.settings)
             current: dict[str, Any] = self._loader.current_context
-        except ConfigError:
+        except SandboxError:
             raise
         except ConfigException as error:
             known, _ = contexts(self._files)
@@ -175,7 +176,8 @@ async def run_plugin(
         where: the kubeconfig, for errors.
 
     Raises:
-        ConfigError: it is not there, fails, takes too long, or prints something else.
+        ConfigError: it is not there, or of another version.
+        ProvisionError: it fails, takes too long, or prints something else (``unauthorized``).
     """
     command, version = how.get("command"), how.get("apiVersion")
     if not isinstance(command, str) or not command or not isinstance(version, str):
@@ -204,7 +206,7 @@ async def run_plugin(
         async with asyncio.timeout(PLUGIN_S):
             out, err = await process.communicate()
     except TimeoutError:
-        raise ConfigError(f"{said} had not ended after {PLUGIN_S:.0f} s", hint=hint) from None
+        raise _refused(f"{said} had not ended after {PLUGIN_S:.0f} s", hint) from None
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -213,16 +215,21 @@ async def run_plugin(
     if process.returncode:
         lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
         last = f": {' '.join(lines[-1].split())[:300]}" if lines else ""
-        raise ConfigError(f"{said} ended with {process.returncode}{last}", hint=hint)
+        raise _refused(f"{said} ended with {process.returncode}{last}", hint)
     try:
         told = json.loads(out)
     except ValueError:
         told = None  # not shown: it may be what is secret
     if not isinstance(told, dict) or not isinstance(told.get("status"), dict):
-        raise ConfigError(f"{said} printed no ExecCredential with a status", hint=hint)
+        raise _refused(f"{said} printed no ExecCredential with a status", hint)
     if told.get("apiVersion") != version:
         raise ConfigError(f"{said} speaks {told.get('apiVersion')}, and the kubeconfig says {version}")
     return dict(told["status"])
+
+
+def _refused(said: str, hint: str) -> ProvisionError:
+    """The plugin is there and gives nothing now: of several clusters, the others go on."""
+    return ProvisionError(said, kind="unauthorized", phase="config", retryable=False, hint=hint)
 
 
 def _cluster_info(cluster: dict[str, Any], base: str) -> dict[str, Any]:

@@ -80,8 +80,12 @@ def test_a_plugin_that_fails_is_an_error_and_no_anonymous_request(
 ) -> None:
     async def body(p: Place) -> None:
         p.plugin(script, installHint="get it")
-        with pytest.raises(errors.ConfigError, match=says) as caught:
+        with pytest.raises(errors.SandboxError, match=says) as caught:
             await p.connect()
+        # What may be over tomorrow leaves a cluster out; what is set up wrongly ends all.
+        now = any(word in says for word in ("printed", "ended"))
+        assert isinstance(caught.value, errors.ProvisionError if now else errors.ConfigError)
+        assert caught.value.kind == ("unauthorized" if now else "config")
         assert "./login" in str(caught.value) and "\n" not in str(caught.value)
         assert not p.api.seen
 
@@ -109,7 +113,7 @@ def test_a_plugin_that_hangs_is_ended_with_what_it_started(
 
     async def body(p: Place) -> None:
         p.plugin("sleep 1000 & echo $! > child; cat; wait")
-        with pytest.raises(errors.ConfigError, match="had not ended after 1 s"):
+        with pytest.raises(errors.ProvisionError, match="had not ended after 1 s"):
             await p.connect()
         child = int((tmp_path / "child").read_text())
         stat = Path(f"/proc/{child}/stat")
