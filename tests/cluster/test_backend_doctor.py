@@ -17,7 +17,7 @@ from rlsandbox.backends.diagnosis import Row
 from rlsandbox.spec import Spec
 from rlsandbox.testing.lone import LoneHost
 from tests.cluster.cluster import Cluster
-from tests.cluster.kube import Kube, pods
+from tests.cluster.kube import Kube, pods, until
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes
@@ -71,6 +71,19 @@ def test_what_fails_under_load_has_its_row(cluster: Cluster, namespace: str, kub
     assert (after["pull secret opaque"].status, after["pull secret missing"].status) == ("fail", "fail")
     assert "kubernetes.io/dockerconfigjson" in after["pull secret opaque"].fix
     assert after["volumes"].status == "warn" and "theirs" in after["volumes"].found
+
+
+def test_a_quota_says_what_it_refuses(cluster: Cluster, namespace: str, kube: Kube) -> None:
+    path = f"/api/v1/namespaces/{namespace}/resourcequotas"
+    for name, hard in (("few", {"pods": "2"}), ("must", {"limits.cpu": "2", "memory": "1Gi"})):
+        kube.create(
+            path,
+            {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": name}, "spec": {"hard": hard}},
+        )
+    until("quotas count", lambda: all(row.get("status", {}).get("used") for row in kube.items(path)), 30)
+    found = rows(cluster.kubeconfig("admin", "direct"), namespace)
+    assert found["quota few"].fix == "a pool larger than this waits for ever"
+    assert found["quota must"].fix.endswith("; refuses specs without cpu= and memory=")
 
 
 def test_who_may_see_little_is_told_so(cluster: Cluster, namespace: str) -> None:

@@ -248,9 +248,13 @@ async def _quota(api: Api) -> list[Row]:
     for quota in found.get("items") or ():
         hard, used = quota.get("status", {}).get("hard") or {}, quota.get("status", {}).get("used") or {}
         said = ", ".join(f"{key} {used.get(key, '?')} of {value}" for key, value in sorted(hard.items()))
-        rows.append(
-            Row(f"quota {quota['metadata']['name']}", "warn", said, "a pool larger than this waits for ever")
-        )
+        advice = "a pool larger than this waits for ever"
+        named = {
+            word for word in ("cpu", "memory") if hard.keys() & {word, f"requests.{word}", f"limits.{word}"}
+        }
+        if named:  # a quota of these refuses pods that do not say how much they take
+            advice += f"; refuses specs without {' and '.join(f'{word}=' for word in sorted(named))}"
+        rows.append(Row(f"quota {quota['metadata']['name']}", "warn", said, advice))
     return rows or [Row("quotas", "ok", "none")]
 
 
