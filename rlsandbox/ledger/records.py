@@ -145,6 +145,8 @@ def fold(events: Iterable[Event]) -> Book:
     """Add events up. Those of one file must come in order; files may come in any order."""
     book = Book()
     seen: dict[tuple[str, int], RolloutLog] = {}
+    first: dict[str, float] = {}
+    sources: set[str] = set()
     early: dict[tuple[str, int], list[Event]] = {}
     for event in events:
         if event.rollout is None:
@@ -156,6 +158,8 @@ def fold(events: Iterable[Event]) -> Book:
                 continue
             log = _requested(event)
             seen[key] = log
+            sources.add(event.source)
+            first[log.id] = min(log.requested_at, first.get(log.id, log.requested_at))
             current = book.rollouts.get(log.id)
             if current is None or current.resumed < log.resumed:
                 book.rollouts[log.id] = log
@@ -166,6 +170,8 @@ def fold(events: Iterable[Event]) -> Book:
         else:
             # Its request stands in another file (a dump beside a ledger that could not be written).
             early.setdefault(key, []).append(event)
+    if len(sources) > 1:  # one file's order is its own, whatever the clock did meanwhile
+        book.rollouts = dict(sorted(book.rollouts.items(), key=lambda item: first[item[0]]))
     return book
 
 

@@ -203,3 +203,17 @@ def test_plot(tmp_path: Path) -> None:
     Report([]).plot(tmp_path / "empty.png")
     with pytest.raises(ConfigError, match="cannot write the plot"):
         report.plot(tmp_path / "no" / "dir" / "x.png")
+
+
+def test_rollouts_of_several_files_stand_in_the_order_in_which_they_were_asked_for() -> None:
+    """Processes write files of their own, side by side; what one of them asked for last is last."""
+    from rlsandbox.ledger.records import Event, fold
+
+    def asked(n: int, at: float, rollout: str, source: str) -> Event:
+        return Event(n, at, "request", rollout, {"run": "r", "task": rollout}, source)
+
+    one = [asked(1, 10.0, "a", "one"), asked(2, 30.0, "c", "one")]
+    two = [asked(1, 20.0, "b", "two"), asked(2, 40.0, "d", "two")]
+    assert list(fold([*one, *two]).rollouts) == list(fold([*two, *one]).rollouts) == ["a", "b", "c", "d"]
+    back = [asked(1, 30.0, "a", "one"), asked(2, 10.0, "b", "one")]  # a clock was set back
+    assert list(fold(back).rollouts) == ["a", "b"]
