@@ -26,6 +26,7 @@ from tests.cluster.kube import Kube, until
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes, names
+from rlsandbox.backends.kubernetes.cluster import LOOK_AGAIN_S
 
 ROOT = Path(__file__).parents[2]
 TEST = os.environ.get("RLSANDBOX_TEST_IMAGE", "registry.test/test:1")
@@ -155,6 +156,7 @@ def test_many_sandboxes_cost_one_client_little(
         )
         put_the_mark_down()
         before, begun = resident(), time.monotonic()
+        start = begun
         try:
             assert await pool.wait_ready(MANY, timeout=1200) == MANY
             told.append(f"ready in {time.monotonic() - begun:.0f} s")
@@ -183,14 +185,16 @@ def test_many_sandboxes_cost_one_client_little(
             )
             stats = pool.stats()
             assert (stats.created, stats.recycled, stats.quarantined) == (MANY, MANY, 0)
-            assert grown < (48 << 20) + MANY * (200 << 10)  # measured: 163 MiB for 1,000
+            # measured for 1,000: 165 MiB; with all their streams open, to be verified at once, 439 MiB
+            assert grown < (48 << 20) + MANY * (200 << 10) and peak < (48 << 20) + MANY * (600 << 10)
         finally:
             begun = time.monotonic()
             await pool.close(timeout=600)
         told.append(f"removed in {time.monotonic() - begun:.0f} s; requests {dict(backend.requests)}")
         requests = backend.requests
         assert requests["POST"] <= MANY + 20 and requests["DELETE"] <= MANY + 20 and requests["PATCH"] <= 100
-        assert requests["GET"] <= 100, "somebody polls"
+        looked = (time.monotonic() - start) / LOOK_AGAIN_S  # one for all of those that take long
+        assert requests["GET"] <= 20 + looked, "somebody polls"
         assert requests["exec"] <= 4 * MANY
 
     try:
