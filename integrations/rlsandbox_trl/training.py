@@ -108,6 +108,8 @@ class SandboxTraining:
     def pool(self) -> rls.Pool:
         """The pool; one of its own is made when it is first needed, and anew when it was closed."""
         if self._pool is None or (self._own and self._pool.closed):
+            if self._pool is None and self._environments:  # not attached: so many rollouts are made at once
+                self._pool_kwargs |= self._sizes(len(self._environments) * local_processes())
             self._pool = shared_pool(lambda: rls.Pool(**self._pool_kwargs))
         return self._pool
 

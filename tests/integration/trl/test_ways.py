@@ -277,3 +277,17 @@ def test_an_option_that_neither_we_nor_a_pool_have() -> None:
 def test_a_wrong_option_of_a_reward(options: dict[str, Any], said: str) -> None:
     with rls.Pool(size=1) as pool, pytest.raises(ConfigError, match=said):
         sandbox_reward(pool, **options)
+
+
+def test_a_pool_has_room_for_all_environments_of_a_trainer_that_nothing_is_attached_to(
+    example: Any, make_trainer: Any
+) -> None:
+    """A rollout keeps its sandbox until its batch is graded: with fewer, the rest would wait for ever."""
+    sandboxes = SandboxTraining(example.tasks(24), claim_timeout=60)
+    trainer = make_trainer(sandboxes, attach=False, max_steps=1, per_device_train_batch_size=24)
+    try:
+        trainer.train()
+        assert len(sandboxes._environments) == 24 <= sandboxes.pool.max_size
+        assert sandboxes.pool.report().coverage == 1.0
+    finally:
+        sandboxes.pool.close()
