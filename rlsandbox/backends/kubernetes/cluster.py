@@ -242,7 +242,7 @@ class Cluster:
         if closed:
             if self._closed is None or (self._closed.done() and self._closed.exception() is not None):
                 image = pod["containers"][0]["image"]
-                trial = policy.demand(self.api, image, keeper, pod)
+                trial = policy.demand(self.api, image, keeper, pod, run=self.run)
                 self._closed = asyncio.get_running_loop().create_task(trial, name="rlsandbox: try a policy")
             await asyncio.shield(self._closed)
         return pod

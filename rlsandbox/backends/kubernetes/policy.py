@@ -20,7 +20,8 @@ CLOSED = "sandbox.users.io/rlsandbox-closed"
 """On pods that may reach nobody and be reached by nobody."""
 NAME = "rlsandbox-closed"
 PORT = 7799
-START_S = 60.0
+START_S = 50.0
+"""Of each of two rounds of pods: together less than what ``reap`` leaves a run that is just beginning."""
 SETTLE_S, TRY_S = 4, 4
 """A policy may take a moment to reach a new pod."""
 
@@ -36,9 +37,11 @@ def policy() -> JSON:
 
 
 def _pod(
-    name: str, image: str, config_map: str, args: list[str], like: JSON, *, closed: bool = False
+    name: str, image: str, config_map: str, args: list[str], like: JSON, run: str, *, closed: bool = False
 ) -> JSON:
-    labels = {names.MANAGED: "true", **({CLOSED: "true"} if closed else {})}
+    labels = {names.MANAGED: "true", names.RUN: run, names.OWNER: names.owner()}
+    if closed:
+        labels[CLOSED] = "true"
     container = {
         "name": "trial",
         "image": image,
@@ -70,21 +73,24 @@ def _pod(
     }
 
 
-async def enforced(api: Api, image: str, config_map: str, like: JSON | None = None) -> bool:
-    """Try it, with three pods that are gone afterwards.
+async def enforced(
+    api: Api, image: str, config_map: str, like: JSON | None = None, *, run: str | None = None
+) -> bool:
+    """Try it, with three pods that are gone afterwards; what a killed trial leaves is reaped with its *run*.
 
     Raises:
         SandboxError: it could not be tried (a right is missing, a pod did not start, none reaches another).
     """
     paths = Paths(api.namespace)
     await api.apply(f"{paths.policies}/{NAME}", policy())
-    run, shape = f"rls-trial-{secrets.token_hex(4)}", like or {}
+    trial, shape = f"rls-trial-{secrets.token_hex(4)}", like or {}
     made: list[str] = []
 
     async def make(role: str, args: list[str], *, closed: bool = False) -> str:
-        name = f"{run}-{role}"
+        name = f"{trial}-{role}"
         made.append(name)
-        await api.create(paths.pods, _pod(name, image, config_map, args, shape, closed=closed))
+        pod = _pod(name, image, config_map, args, shape, run or trial, closed=closed)
+        await api.create(paths.pods, pod)
         return name
 
     try:
@@ -106,14 +112,14 @@ async def enforced(api: Api, image: str, config_map: str, like: JSON | None = No
                 await asyncio.shield(api.delete(f"{paths.pods}/{name}", limit=10))
 
 
-async def demand(api: Api, image: str, config_map: str, like: JSON) -> None:
+async def demand(api: Api, image: str, config_map: str, like: JSON, *, run: str) -> None:
     """
     Raises:
         UnsupportedError: network "none" cannot be held by a policy here.
     """
     hint = "Spec(network='host'), or a namespace whose Pod Security level allows overlay or userns"
     try:
-        held = await enforced(api, image, config_map, like)
+        held = await enforced(api, image, config_map, like, run=run)
     except ApiError as error:
         if error.status != 403:
             raise

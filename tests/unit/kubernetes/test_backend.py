@@ -17,9 +17,9 @@ from rlsandbox import errors
 from rlsandbox.spec import Spec
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
-from rlsandbox.backends.kubernetes import Kubernetes
+from rlsandbox.backends.kubernetes import Kubernetes, policy
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
-from rlsandbox.backends.kubernetes.lease import leftovers, reap
+from rlsandbox.backends.kubernetes.lease import YOUNG_S, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
@@ -626,6 +626,23 @@ def test_reap_takes_what_is_dead_and_spares_the_rest(tmp_path: Path) -> None:
         await api.close()
         await live.close()
         await dead.close()
+
+    run(tmp_path, body)
+
+
+def test_what_a_killed_trial_of_a_policy_left_is_reaped(tmp_path: Path) -> None:
+    """Its pods end by themselves, and would lie there for ever."""
+
+    async def body(w: World) -> None:
+        api = await w.client()
+        now = f"{await server_time(api):%Y-%m-%dT%H:%M:%SZ}"
+        for trial, made in (("rls-trial-1", "2020-01-01T00:00:00Z"), ("rls-trial-2", now)):
+            pod = policy._pod(f"{trial}-closed", "i", "c", ["dial"], {}, trial, closed=True)
+            pod["metadata"]["creationTimestamp"] = made
+            w.api.put(f"{Pods.CORE}/pods", pod)
+        assert [one.name for one in await leftovers(api)] == ["rls-trial-1-closed"]
+        assert 2 * policy.START_S + policy.SETTLE_S + policy.TRY_S < YOUNG_S
+        await api.close()
 
     run(tmp_path, body)
 
