@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import rlsandbox as rls
 
-from . import versions
+from . import ranks, versions
 from ._hooks import Hooks, Part, attach
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ class _LookAhead(Part):
         self._next = []
         if not mode and self._peeking is not None and inputs:
             following = self._peeking.after([str(row.get("task_id")) for row in inputs], self._ids)
-            found = [self._training.tasks.get(self._ids[i]) for i in following]
+            found = [self._training.tasks.get(self._ids[i]) for i in ranks.share(following)]
             self._next = [task for task in found if task is not None]  # else the claim will say so
         whole = False
         try:
@@ -151,6 +151,6 @@ class _LookAhead(Part):
 
     def _generate(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         # After the resets: each claim takes off one of what is expected.
-        if self._expect and self._next and self._trainer.accelerator.is_main_process:
+        if self._expect and self._next and ranks.owns_pool():
             self._training.pool.expect(self._next, replace=True)
         return original(*args, **kwargs)

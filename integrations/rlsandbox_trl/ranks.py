@@ -9,13 +9,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import rlsandbox as rls
 from rlsandbox.errors import ConfigError
 from rlsandbox.metrics import Samples, Snapshot
 
 from .tally import Tally
+
+T = TypeVar("T")
 
 OWNERS_ONLY = ("ttfc", "reset", "verify", "prime")
 """Series (and their parts) that the pool's owner has of all processes."""
@@ -34,6 +36,13 @@ def local_processes() -> int:
 def owns_pool() -> bool:
     """Whether this process is the one of its machine that owns the pool."""
     return _number("LOCAL_RANK", _number("RANK", 0)) == 0
+
+
+def share(rows: Sequence[T]) -> Sequence[T]:
+    """What this machine's processes take of a batch that lies there for all ranks, in their order."""
+    world, local = _number("WORLD_SIZE", 1), local_processes()
+    first = _number("RANK", 0) - _number("LOCAL_RANK", _number("RANK", 0))
+    return rows[len(rows) * first // world : len(rows) * (first + local) // world]
 
 
 def shared_pool(make: Callable[[], rls.Pool]) -> rls.Pool:

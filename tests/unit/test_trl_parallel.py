@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("trl", reason="the extra trl is not installed")
 
-from rlsandbox_trl import parallel_tools
+from rlsandbox_trl import parallel_tools, ranks
 from trl import GRPOTrainer
 
 
@@ -219,3 +219,26 @@ def test_peeking_changes_no_order_and_knows_what_follows(
             if names == n:  # generated once more, as after a checkpoint: still the present one
                 assert peeking.after([name[i] for i in present[:1]], name) == following
     assert got == want
+
+
+@pytest.mark.parametrize(
+    ("environment", "mine"),
+    [
+        ({}, [0, 1, 2, 3, 4, 5, 6, 7]),
+        (
+            {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
+            [0, 1, 2, 3, 4, 5, 6, 7],
+        ),
+        ({"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, [0, 1, 2, 3]),
+        ({"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, [4, 5, 6, 7]),
+        ({"RANK": "3", "LOCAL_RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "1"}, [6, 7]),
+    ],
+)
+def test_a_machine_is_told_of_its_own_part_of_the_next_batch(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mine: list[int]
+) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.share(list(range(8))) == mine
