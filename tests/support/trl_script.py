@@ -1,7 +1,8 @@
 """A training script as a user has one: run by tests in processes of its own.
 
-    trl_script.py PLACE STEPS [resume] [evaluate] [name=value of GRPOConfig ...]
+    trl_script.py PLACE STEPS [resume] [evaluate] [tell] [name=value of GRPOConfig ...]
 
+*tell*: also ``EXPECT [task ids]`` and ``BATCH [task ids]``, as they are told and begun in this process.
 It prints a line ``LOG {json}`` for each step, and at the end ``END {json}`` with what it knows of its pool.
 """
 
@@ -68,6 +69,21 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             print("LOG", json.dumps({**logs, "step": state.global_step}), flush=True)
 
 
+def tell(sandboxes: SandboxTraining) -> None:
+    expect, begin = sandboxes.pool.expect, sandboxes._begin_batch
+
+    def expected(tasks: Any, **how: Any) -> None:
+        print("EXPECT", json.dumps(sorted(task.id for task in tasks)), flush=True)
+        expect(tasks, **how)
+
+    def began(rows: Any, label: str) -> None:
+        print("BATCH", json.dumps(sorted(row["task_id"] for row in rows)), flush=True)
+        begin(rows, label)
+
+    sandboxes.pool.expect = expected  # type: ignore[method-assign]
+    sandboxes._begin_batch = began  # type: ignore[method-assign]
+
+
 def main() -> None:
     place, steps, *rest = sys.argv[1:]
     options = dict(word.split("=", 1) for word in rest if "=" in word)
@@ -86,6 +102,8 @@ def main() -> None:
         environment_factory=sandboxes, args=args,
     )  # fmt: skip
     sandboxes.attach(trainer)
+    if "tell" in rest:
+        tell(sandboxes)
     watch = Watch(sandboxes)
     trainer.add_callback(watch)
     if os.environ.get("LOCAL_RANK") == "1" and die_at >= 0:

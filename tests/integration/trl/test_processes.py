@@ -6,9 +6,11 @@ import json
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ STARTUP_S = 300.0  # importing the trainer takes most of it on a busy machine
 RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-def start(place: Path, *arguments: str, ranks: bool = False) -> subprocess.Popen[str]:
+def start(
+    place: Path, *arguments: str, ranks: bool = False, how: Sequence[str] = ()
+) -> subprocess.Popen[str]:
     env = {
         **os.environ,
         "RLSANDBOX_HOME": str(place / "home"),
@@ -34,7 +38,7 @@ def start(place: Path, *arguments: str, ranks: bool = False) -> subprocess.Popen
         "TRL_EXPERIMENTAL_SILENCE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    how = RANKS if ranks else []
+    how = RANKS if ranks else how
     return subprocess.Popen(
         [sys.executable, "-W", "ignore", *how, str(SCRIPT), str(place / "out"), *arguments],
         cwd=place, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -89,6 +93,38 @@ def test_two_ranks_share_one_pool_and_their_numbers_are_counted_once(tmp_path: P
     report = read(tmp_path)
     assert report.requested == report.completed == 24
     assert report.mean_reward == pytest.approx(sum(entry["reward"] for entry in steps) / 3, abs=1e-4)
+
+
+def test_machines_have_pools_of_their_own_and_each_is_told_of_its_own_part(tmp_path: Path) -> None:
+    """Two that are one here: what they know of each other is by ranks alone."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    running = []
+    for rank in range(2):
+        (place := tmp_path / f"{rank}").mkdir()
+        how = [
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            f"{rank}",
+            "--nproc-per-node",
+            "1",
+        ]
+        how += ["--master-addr", "127.0.0.1", "--master-port", f"{port}"]
+        running.append(start(place, "3", "tell", how=how))
+    parts = []
+    for rank, process in enumerate(running):
+        lines = process.communicate(timeout=STARTUP_S)[0].splitlines()
+        told, begun = said(lines, "EXPECT "), said(lines, "BATCH ")
+        (end,) = said(lines, "END ")
+        assert (end["owner"], end["children"], end["max_size"]) == (end["pid"], 1, 4)
+        assert len(begun) == 3 and begun[1:] == told[:2], "\n".join(lines[-30:])
+        assert read(tmp_path / f"{rank}").requested == 12
+        parts.append(begun)
+    assert all(mine != theirs for mine, theirs in zip(*parts, strict=True))
 
 
 def test_the_claims_of_an_evaluation_are_those_of_all_ranks(tmp_path: Path) -> None:
