@@ -110,6 +110,10 @@ class Backend(ABC):
         """
         return False
 
+    max_resetting: int | None = None
+    """Sandboxes that may be reset and verified at once, where each takes up something of the place (a
+    stream); the turn of others comes. None: no bound."""
+
     keeps_layers = False
     """Whether :meth:`keep_layer` keeps what it is given: layers that lie in members can be lost with them."""
 

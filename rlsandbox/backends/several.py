@@ -91,6 +91,8 @@ class Clusters(Backend):
         self._of: dict[str, _State] = {}
         self._freed = asyncio.Condition()
         self.keeps_layers = any(part.backend.keeps_layers for part in made)
+        bounds = [part.backend.max_resetting for part in made]
+        self.max_resetting = None if None in bounds else sum(bound or 0 for bound in bounds)
         self.max_creating = sum(int(getattr(part.backend, "max_creating", 8)) for part in made)
 
     def __repr__(self) -> str:

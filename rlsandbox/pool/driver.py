@@ -9,6 +9,7 @@ that a loop with a virtual clock makes all of it virtual.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
@@ -59,6 +60,8 @@ class Driver(Operations):
         self.bursts = Bursts()
         self._open_link, self._metrics, self._note, self._adopt = open_link, metrics, note, adopt
         self._loop = asyncio.get_running_loop()
+        bound = backend.max_resetting
+        self._resets = contextlib.nullcontext() if bound is None else asyncio.Semaphore(bound)
         self._ops: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._late: dict[str, asyncio.Task[Any]] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,7 @@ class Operations(Watching):
     _open_link: Opener
     _metrics: Metrics | None
     _adopt: bool
+    _resets: AbstractAsyncContextManager[None]
     _ops: dict[str, asyncio.Task[None]]
     _given_up: set[str]
     _cut: asyncio.Future[Any]
@@ -196,12 +198,13 @@ class Operations(Watching):
         held = self.held[name]
         member = self.core.members.get(name)
         used = member is not None and member.used
-        started = self._loop.time()
         try:
-            async with asyncio.timeout(self.deadlines.reset):
-                await held.link.reset(layer, task=held.task, credentials=held.credentials)
-                put_back = self._loop.time()
-                residue = await held.link.verify(layer, task=held.task, credentials=held.credentials)
+            async with self._resets:  # the wait for its turn is no part of what it may take
+                started = self._loop.time()
+                async with asyncio.timeout(self.deadlines.reset):
+                    await held.link.reset(layer, task=held.task, credentials=held.credentials)
+                    put_back = self._loop.time()
+                    residue = await held.link.verify(layer, task=held.task, credentials=held.credentials)
         except Exception as error:
             cause = Cause.of(error)
             if isinstance(error, TimeoutError):

@@ -96,7 +96,7 @@ class Kubernetes(Backend):
             directory, or the URL of an object store that fsspec knows; by default a directory in the cache of
             rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
-            after 10 s, and opened again (some 50 ms) when something is.
+            after 10 s, and opened again (some 50 ms) when something is. So many sandboxes are reset at once.
         keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` it carries,
             or by ``inject``: written into each pod that runs already, in mode ``replace``.
     """
@@ -162,6 +162,7 @@ class Kubernetes(Backend):
         self._mode, self._template, self._warm_pool = mode, template, warm_pool
         self._how = {"kubeconfig": kubeconfig, "context": context, "namespace": namespace}
         self._write_rate, self._lifetime, self._streams = write_rate, lifetime, streams
+        self.max_resetting = max(streams, 1)
         self._run = default_run()
         self._api: Api | None = None
         self._cluster: Cluster | None = None

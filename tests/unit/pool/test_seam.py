@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from rlsandbox import AsyncPool, Spec, Task, hookimpl
 from rlsandbox.backends.base import Capabilities, Member
 from rlsandbox.backends.simulated import Simulated
 from rlsandbox.errors import ProvisionError
+from rlsandbox.pool.operations import Deadlines
 from rlsandbox.testing.clock import VirtualClock
 
 
@@ -151,3 +153,42 @@ def test_requests_are_counted_a_claim(tmp_path: Path) -> None:
     before, after = run(main)
     assert before.requests_each is None, "nothing was claimed: no number, not 0"
     assert after.requests_each == 2.0 and after.to_dict()["requests"]["repeated"] == 5
+
+
+@pytest.mark.parametrize("bound", [None, 2])
+def test_as_many_are_reset_at_once_as_the_place_stands(tmp_path: Path, bound: int | None) -> None:
+    """Who waits for its turn does not use up the time that a reset may take."""
+    backend = Simulated(nodes=4, slots=8)
+    backend.max_resetting = bound
+
+    async def main() -> tuple[int, int]:
+        now = most = 0
+        async with pool_of(backend, tmp_path, size=8) as pool:
+            assert await pool.wait_ready() == 8
+            pool.driver.deadlines = Deadlines(reset=1.5)
+
+            def slow(link: Any) -> None:
+                reset = link.reset
+
+                async def counted(*args: Any, **how: Any) -> None:
+                    nonlocal now, most
+                    now += 1
+                    most = max(most, now)
+                    try:
+                        await asyncio.sleep(1.0)
+                        await reset(*args, **how)
+                    finally:
+                        now -= 1
+
+                link.reset = counted
+
+            for held in pool.driver.held.values():
+                slow(held.link)
+            for sandbox in [await pool.claim(Task(id=f"t{i}")) for i in range(8)]:
+                await sandbox.release()
+            assert await pool.wait_ready(8, timeout=60) == 8
+            stats = pool.stats()
+            assert (stats.reset_failed, stats.created) == (0, 8)
+            return most, stats.resets
+
+    assert run(main) == (bound or 8, 8)
