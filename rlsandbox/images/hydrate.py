@@ -126,6 +126,8 @@ class _Work:
         )
         self._ends: dict[str, asyncio.Future[JSON]] = {}
         self._number = 0
+        self._no_right: SandboxError | None = None
+        """Pods may not be made at all: it is no use to try that with each image."""
         self._refused: dict[str, str] = {}
         """By pod: why there is no room for it yet."""
         self._asked: set[tuple[str, str]] = set()
@@ -148,6 +150,8 @@ class _Work:
         await self.cluster.close()
 
     async def one(self, pull: Pull) -> Hydrated:
+        if self._no_right is not None:
+            return Hydrated(pull, 0.0, self._no_right)
         began = time.monotonic()
         self._number += 1
         name = f"rlsandbox-{self.run}-{self._number}"
@@ -188,10 +192,13 @@ class _Work:
                     continue
                 if self._demanded(error.message) - asked:
                     continue
-                raise ProvisionError(
+                failed = ProvisionError(
                     f"a pod on node {pull.node} could not be made: {error.message}", kind=error.kind,
                     retryable=error.retryable, hint=error.hint or _RIGHTS,
-                ) from error  # fmt: skip
+                )  # fmt: skip
+                if "cannot create resource" in error.message:
+                    self._no_right = failed
+                raise failed from error
         self._refused.pop(name, None)
         await ended
 

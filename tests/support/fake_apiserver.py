@@ -34,6 +34,7 @@ class Rule:
     part: str
     times: int = 1
     status: int = 0
+    message: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     done: bool = False
     """The thing is done, and the answer is the status all the same."""
@@ -134,7 +135,8 @@ class FakeApi:
             if rule.status:
                 if rule.done:
                     await self._do(request)
-                return _status(rule.status, "Said", f"as told: {rule.status}", rule.headers)
+                said = rule.message or f"as told: {rule.status}"
+                return _status(rule.status, "Said", said, rule.headers)
         if "watch" in request.query:
             return await self._watch(request, rule.cut_after if rule else None)
         if path.endswith("/exec"):

@@ -295,10 +295,13 @@ def test_a_creation_whose_answer_was_lost_is_made_once(tmp_path: Path) -> None:
 
 def test_no_right_to_make_pods(tmp_path: Path) -> None:
     async def body(fake: FakeApi, api: Api, backend: Kubernetes) -> None:
-        fake.rule("POST", "/pods", status=403, times=9)
-        done = await hydrate(pulls("i"), api, backend.shape)
-        assert done.rows[0].error is not None
-        assert "rlsandbox-plain-pods" in (done.rows[0].error.hint or "")
+        words = 'pods is forbidden: User "u" cannot create resource "pods" in API group ""'
+        fake.rule("POST", "/pods", status=403, times=99, message=words)
+        done = await hydrate(pulls(*(f"i{n}" for n in range(20))), api, backend.shape, per_node=2)
+        assert len(done.rows) == 20 and fake.count("POST", "/pods") == 2, "one try a lane"
+        for row in done.rows:
+            assert row.error is not None and "cannot create" in row.error.message
+            assert "rlsandbox-plain-pods" in (row.error.hint or "")
 
     run(tmp_path, body)
 
