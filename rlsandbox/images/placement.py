@@ -15,13 +15,18 @@ class PlannedPlacement:
     """``Pool(plugins=[PlannedPlacement(plan)])``: the node, of those planned, that lacks most of its part.
 
     A task whose image is not in the plan is left to the backend.
+
+    Args:
+        default_image: of tasks that name none: the pool's.
+        cluster: of several behind one pool (:class:`Clusters`), the one that the plan is for.
     """
 
-    def __init__(self, plan: Plan, *, default_image: str | None = None) -> None:
+    def __init__(self, plan: Plan, *, default_image: str | None = None, cluster: str | None = None) -> None:
         self._default = default_image
+        self._prefix = f"{cluster}/" if cluster else ""
         self._meant: dict[str, Counter[str]] = defaultdict(Counter)
         for pull in plan.pulls:
-            self._meant[pull.image][pull.node] += pull.rollouts
+            self._meant[pull.image][self._prefix + pull.node] += pull.rollouts
         self._given: dict[str, Counter[str]] = defaultdict(Counter)
         self._lock = threading.Lock()  # hooks run in threads of their own
 

@@ -154,6 +154,9 @@ def test_a_pool_places_by_the_plan() -> None:
     assert hook.rlsandbox_place(task, ["n2"]) is None
     assert hook.rlsandbox_place(rls.Task(id="u", image="other"), ["n0"]) is None
     assert hook.rlsandbox_place(rls.Task(id="v"), ["n0"]) is None
+    east = PlannedPlacement(plan, cluster="east", default_image="x")
+    assert east.rlsandbox_place(task, ["west/n0", "west/n1", "east/n1"]) == "east/n1"
+    assert east.rlsandbox_place(rls.Task(id="v"), ["west/n0", "n0"]) is None
 
 
 def test_the_demand_of_tasks() -> None:
