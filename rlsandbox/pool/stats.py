@@ -26,7 +26,14 @@ class PoolStats(Counters):
         quarantined: members in which verification found residue; ``residue``: the last few, in words.
         resets: members that were used and are put back; ``recycled``: those of them that were verified clean.
         relayered: clean members put onto another layer; ``warm_hits``: claims served at once.
-        failing: ``{spec: why}`` of specs that keep failing.
+        granted, timeouts, refused, cancelled: how claims ended; ``longest_wait_s``: of those that wait.
+        create_failed, dispose_failed: attempts; ``create_gave_up``: those of them that took too long.
+        died_idle, died_claimed, died_preparing: members that died, by what they did; ``strays``: found at the
+            place, known to nobody, removed.
+        moved: members that made room for another spec, or whose node is being cleared.
+        layer_hits, layer_misses: claims of tasks with a layer that was there, or was not yet.
+        writes: creations and removals; ``throttled``: those that the place refused for being too many.
+        failing: ``{spec: why}`` of specs that keep failing; ``breaker_trips``: how often one began to.
         specs: ready, claimed and waiting by spec.
         layers, layer_bytes: primed layers and snapshots that are kept.
         write_rate: writes a second that are allowed at present; None: no bound.
