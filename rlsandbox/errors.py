@@ -203,6 +203,14 @@ class LimitReachedError(SandboxError):
         self.__dict__.setdefault("limit", limit)
 
 
+class GradeError(SandboxError):
+    """The grader gave no usable answer: the task's fault, not the work's. There is no reward."""
+
+    default_kind = "grader"
+    default_phase = "grade"
+    default_infrastructure = False
+
+
 class LedgerError(SandboxError):
     """The ledger cannot be written or read. Raised before work starts; during work it is a warning."""
 

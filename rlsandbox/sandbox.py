@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from ._portal import AwaitableCM
 from ._sandbox.core import AsyncSandbox
-from ._sandbox.grading import GradeError
 from ._sandbox.host import AsyncSandboxes, AsyncSnapshot, Budget, Host, SandboxLimits
 from ._sandbox.process import AsyncProcess
 from ._sandbox.session import AsyncSession
 from ._sandbox.sync import Process, Sandbox, Sandboxes, Session, Snapshot
+from .errors import GradeError
 
 __all__ = [
     "AsyncProcess",

@@ -55,7 +55,8 @@ def compute_sandbox_grpo(
 def require(config: Any) -> None:
     """Raise unless the estimator leaves out what is missing, in a trainer that wants a row for everything."""
     name = str(config.algorithm.adv_estimator)
-    if name not in (NAME, *ALONE):
+    # In remax the greedy rollout is another's baseline: a missing one would be a baseline of 0.
+    if name not in (NAME, *ALONE) or name == "remax":
         raise UnsupportedError(
             f"with this trainer a rollout that infrastructure broke would count as a reward of 0 in {name!r}",
             phase="config",

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import (
     CommandStartError,
     ConfigError,
+    GradeError,
     SandboxError,
     SandboxFileError,
     file_error,
@@ -57,14 +58,6 @@ REWARD_BYTES = 4096
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 """As every language writes one: Python alone would take ``1_0`` for ten, and other scripts' digits."""
 _KINDS = {"dir": "is a directory", "symlink": "is a link that leads to no regular file", None: "is not there"}
-
-
-class GradeError(SandboxError):
-    """The grader gave no usable answer: the task's fault, not the work's. There is no reward."""
-
-    default_kind = "grader"
-    default_phase = "grade"
-    default_infrastructure = False
 
 
 def grader_of(task: Task, grader: Grader | None) -> Grader:

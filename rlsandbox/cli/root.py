@@ -224,6 +224,8 @@ def _tell(error: Exception, said: str, status: int, arguments: list[str], who: s
         for name in ("kind", "phase", "hint", "retryable", "infrastructure", "sandbox", "task"):
             if getattr(error, name, None) not in (None, ""):
                 facts[name] = getattr(error, name)
+        if isinstance(error, click.UsageError):
+            facts["kind"] = "config"
         say(json.dumps({"error": facts, "exit_status": status}), sys.stdout)
     return status
 

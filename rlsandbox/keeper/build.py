@@ -132,9 +132,10 @@ def build(arch: str, out: Path, *, variant: Variant = "release") -> Path:
         raise KeeperBuildError(f"the keeper's sources are missing from {SOURCE}")
     compiler = find_compiler(arch, static=variant != "asan")
     if compiler is None:
+        own = "install gcc with its static C library (Debian: gcc libc6-dev, better musl-tools) or "
         raise KeeperBuildError(
-            f"nothing here can compile a static program for {arch}: install gcc with its static C library "
-            "(Debian: gcc libc6-dev, better musl-tools) or run: pip install ziglang"
+            f"nothing here can compile a static program for {arch}: "
+            f"{own if arch == machine() else ''}run: pip install ziglang"
         )
     out.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     half = out.with_name(f".{out.name}.{os.getpid()}.{os.urandom(4).hex()}")

@@ -296,7 +296,6 @@ class Counters:
     died_claimed: int = 0
     died_preparing: int = 0
     moved: int = 0
-    expired_idle: int = 0
     strays: int = 0
     throttled: int = 0
     writes: int = 0

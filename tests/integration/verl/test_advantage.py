@@ -81,10 +81,11 @@ def test_a_group_with_one_rollout_left_teaches_nothing() -> None:
     assert advantages(batch([None, None], ["a", "a"]), "sandbox_grpo").abs().sum() == 0
 
 
-def test_another_estimator_is_refused_where_everything_needs_a_row() -> None:
+@pytest.mark.parametrize("other", ["rloo", "remax"])
+def test_another_estimator_is_refused_where_everything_needs_a_row(other: str) -> None:
     from rlsandbox_verl.advantage import require
 
     for name in ("sandbox_grpo", "gae", "reinforce_plus_plus"):
         require(OmegaConf.create({"algorithm": {"adv_estimator": name}}))
-    with pytest.raises(UnsupportedError, match="would count as a reward of 0 in 'rloo'"):
-        require(OmegaConf.create({"algorithm": {"adv_estimator": "rloo"}}))
+    with pytest.raises(UnsupportedError, match=f"would count as a reward of 0 in '{other}'"):
+        require(OmegaConf.create({"algorithm": {"adv_estimator": other}}))

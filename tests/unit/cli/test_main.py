@@ -191,6 +191,7 @@ def test_json_tells_errors_too(cli: Cli, fake: types.ModuleType) -> None:
     assert done.json["error"]["kind"] == "image"
     assert done.json["error"]["hint"] == "pull it again"
     assert cli("run", "--json", "--size", "0").json["error"]["type"] == "ConfigError"
+    assert cli("run", "--json", "--foo").json["error"]["kind"] == "config"
 
 
 def test_return_values_are_statuses(cli: Cli, fake: types.ModuleType) -> None:
