@@ -178,6 +178,12 @@ class Operations(Watching):
     async def _prime(self, name: str, layer: str) -> None:
         held, task = self.held[name], self.tasks[layer]
         started = self._loop.time()
+        known = self.core.layers.get(layer)
+        if known is not None and getattr(held.link, "owns", lambda _: False)(layer):
+            # It came with a snapshot that was sealed on it.
+            size = known.bytes
+            self.tell(lambda now: self.core.primed(name, layer, size, now, made=False))
+            return
         try:
             async with asyncio.timeout(self.deadlines.prime):
                 size = await held.link.prime(task, layer)

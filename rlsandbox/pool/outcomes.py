@@ -85,13 +85,16 @@ class Outcomes(Book):
                     self.refuse(claim, *why)
         self._settle()
 
-    def primed(self, member_id: str, layer: str, size: int, now: float) -> None:
-        """A layer is sealed. The member is put onto it (or onto what is needed sooner) and verified."""
+    def primed(self, member_id: str, layer: str, size: int, now: float, *, made: bool = True) -> None:
+        """A layer is sealed. The member is put onto it (or onto what is needed sooner) and verified.
+
+        *made*: False: it was there already, brought from elsewhere.
+        """
         self.clock(now)
         member = self.members.get(member_id)
         if member is None:
             return
-        self.counters.primed += 1
+        self.counters.primed += made
         self.layer_breakers.pop((member.spec, layer), None)
         self.layers.add(layer, member.spec, size, self.now)
         member.layers.add(layer)

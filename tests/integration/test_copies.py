@@ -96,6 +96,22 @@ def test_a_snapshot_outlives_the_sandbox_that_made_it(pool: rls.Pool, tmp_path: 
     assert not list((place / "blobs").iterdir())
 
 
+def test_a_layer_that_came_with_a_fork_is_not_made_again(tmp_path: Path) -> None:
+    """Graders of a fork compare with its task's primed layer: it is brought along, and is there for others then."""
+    made = rls.Pool(
+        Apart(str(tmp_path / "copies")), size=2, max_size=2, ledger=tmp_path / "l.db", config=False
+    )
+    with made as pool:
+        assert pool.wait_ready(2, timeout=60) == 2
+        first = pool.claim(TASK)
+        with first.snapshot().fork(1) as (fork,):
+            other = fork.id
+        with pool.claim(TASK, timeout=60) as second:
+            assert second.id == other != first.id
+            assert second.run("cat /tmp/primed").stdout == "primed\n"
+        assert pool.stats().primed == 1 and pool.stats().prime_failed == 0
+
+
 def test_hibernated_files_are_restored_when_every_place_is_another(pool: rls.Pool) -> None:
     sandbox = pool.claim(TASK)
     sandbox.run("echo kept > /root/kept || echo kept > /tmp/kept")
