@@ -390,7 +390,7 @@ class Pods:
             kind = self.keepers
             begun = container(kind, *args) if isinstance(kind, str) else kind(*args)
             made = await stack.enter_async_context(begun)
-            self.containers[name] = (made, stack)
+            held = self.containers[name] = (made, stack)
         if name not in self.api.objects.get(f"{self.CORE}/pods", {}):
             return
         ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
@@ -398,9 +398,10 @@ class Pods:
         spec = {**pod["spec"], "nodeName": "node-1"}
         self.api.put(f"{self.CORE}/pods", {**pod, "spec": spec, "status": status})
         if self.keepers:
-            while name in self.containers and made.process.poll() is None:
+            # (another pod of that name may have come meanwhile)
+            while self.containers.get(name) is held and made.process.poll() is None:
                 await asyncio.sleep(0.05)
-            if name in self.containers and name in self.api.objects.get(f"{self.CORE}/pods", {}):
+            if self.containers.get(name) is held and name in self.api.objects.get(f"{self.CORE}/pods", {}):
                 ended = {"state": {"terminated": {"exitCode": 137, "reason": "Error"}}}
                 status = {"phase": "Failed", "containerStatuses": [ended]}
                 self.api.put(f"{self.CORE}/pods", {**pod, "spec": spec, "status": status})
