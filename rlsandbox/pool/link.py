@@ -243,13 +243,19 @@ class KeeperLink:
 
     async def _has_workdir(self, workdir: str) -> None:
         """A setup or plugin that leaves none is at fault: later the agent would be graded for it."""
+        # Where the keeper has no view of its own it follows no links: there only the name is looked at.
+        followed = self.mode not in ("manifest", "replace")
+        code = 0
         try:
-            await self.client.stat(f"{workdir}/.", flags=AS_KEEPER)
+            there = await self.client.stat(f"{workdir}/." if followed else workdir, flags=AS_KEEPER)
+            code = 0 if there.kind in ("dir", "symlink") else errno.ENOTDIR
         except KeeperFailure as error:
+            code = error.errno
+        if code:
             raise PrimeError(
-                f"after its setup there is no directory at its workdir {workdir}: {os.strerror(error.errno)}",
+                f"after its setup there is no directory at its workdir {workdir}: {os.strerror(code)}",
                 kind="workdir",
-            ) from error
+            )
 
     async def _hooks(self, task: Task, sandbox: Any) -> None:
         from ..sandbox import Sandbox
