@@ -3,15 +3,19 @@ a workdir and a setup work there as anywhere; unisolated they would be the machi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import rlsandbox as rls
 from rlsandbox import errors
 from tests.support.container import why_not
+from tests.support.make_image import NO_BUSYBOX, busybox
+from tests.support.rightless import pod_of_its_own
 
 TASK = rls.Task(
     id="add",
@@ -23,7 +27,7 @@ TASK = rls.Task(
 
 
 @asynccontextmanager
-async def pool_of_pods(tmp_path: Path) -> AsyncIterator[rls.AsyncPool]:
+async def pool_of_pods(tmp_path: Path, keepers: Any = "own-users") -> AsyncIterator[rls.AsyncPool]:
     pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
     if (missing := why_not()) is not None:
         pytest.skip(missing)
@@ -31,7 +35,7 @@ async def pool_of_pods(tmp_path: Path) -> AsyncIterator[rls.AsyncPool]:
     from tests.support.fake_apiserver import Pods, api_server, kubeconfig
 
     file = tmp_path / "config"
-    async with api_server() as api, Pods(api, keepers="own-users"):
+    async with api_server() as api, Pods(api, keepers=keepers):
         file.write_text(kubeconfig(api.url))
         backend = Kubernetes(kubeconfig=str(file), image="any", mode="replace", write_rate=1000)
         spec = rls.Spec(network="host")  # no policy is tried out
@@ -41,7 +45,19 @@ async def pool_of_pods(tmp_path: Path) -> AsyncIterator[rls.AsyncPool]:
             yield pool
 
 
-async def test_tasks_with_a_setup(tmp_path: Path) -> None:
+NOBODYS = functools.partial(pod_of_its_own, uid=65534)
+
+
+@pytest.mark.parametrize(
+    "keepers",
+    [
+        "own-users",
+        pytest.param(NOBODYS, id="nobody", marks=pytest.mark.skipif(busybox() is None, reason=NO_BUSYBOX)),
+    ],
+)
+async def test_tasks_with_a_setup(tmp_path: Path, keepers: Any) -> None:
+    """Also where the keeper is nobody, and looks at files as the episode does."""
+
     async def fix(sandbox: rls.AsyncSandbox, task: rls.Task) -> None:
         assert sandbox.reset_mode == "replace"
         assert (await sandbox.run("pwd; cat deep/er/there")).stdout == "/tmp/add\nmade\n"
@@ -52,7 +68,7 @@ async def test_tasks_with_a_setup(tmp_path: Path) -> None:
         )
         await sandbox.run("sed -i 's/a - b/a + b/' calc.py")
 
-    async with pool_of_pods(tmp_path) as pool:
+    async with pool_of_pods(tmp_path, keepers) as pool:
         report = await pool.run_rollouts([TASK], fix, group_size=4)
         assert [record.reward for record in report.records] == [1.0] * 4, report.failures()
         bare = await pool.claim(rls.Task(id="bare"), timeout=120)
