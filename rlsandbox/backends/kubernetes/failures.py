@@ -153,8 +153,9 @@ def of_claim(claim: JSON) -> Verdict | None:
         return None
     reason, message = ready.get("reason", ""), " ".join((ready.get("message") or "").split())
     if reason in ("TemplateNotFound", "WarmPoolNotFound"):
-        # A controller that was cut off from the API server may not have heard of a new one for a while.
-        return Verdict(ProvisionError(message, kind="template_gone", sandbox=name), 12.0)
+        # A controller that was cut off from the API server opens its watches again after up to half a minute,
+        # and has not heard of a new one before.
+        return Verdict(ProvisionError(message, kind="template_gone", sandbox=name), 32.0)
     if reason in ("InvalidMetadata", "EnvVarsInjectionRejected", "VolumeClaimTemplatesError"):
         return Verdict(ConfigError(f"the claim was refused: {message}", kind="claim_refused", sandbox=name))
     if reason in ("ClaimExpired", "SandboxExpired"):
