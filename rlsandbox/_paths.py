@@ -37,11 +37,9 @@ def private_directory(path: Path) -> Path:
         ConfigError: it cannot be made, or nothing can be written there.
     """
     try:
-        for above in reversed(path.parents):
+        for above in reversed(path.parents):  # whatever the umask: what lies there is ours to clean up
             if not above.exists():
-                above.mkdir(
-                    mode=0o755, exist_ok=True
-                )  # whatever the umask: what lies there is ours to clean up
+                above.mkdir(mode=0o755, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
         writable = os.access(path, os.W_OK | os.X_OK)
     except OSError as error:

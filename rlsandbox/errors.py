@@ -8,6 +8,7 @@ to do next (``hint``). All of them survive pickling with every field.
 from __future__ import annotations
 
 import copyreg
+import errno
 from typing import Any, ClassVar
 
 
@@ -243,6 +244,10 @@ def _remake_file_error(code: int, path: str, state: dict[str, Any]) -> SandboxFi
     error = file_error(code, path)
     error.__dict__.update(state)
     return error
+
+
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Numbers of errors that say that a disk is full."""
 
 
 def shared_disk_full(error: SandboxError) -> SandboxError:

@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import (
+    NO_ROOM,
     CommandStartError,
     ConfigError,
     GradeError,
@@ -53,7 +54,6 @@ _AT_ONCE = 16
 _LINKS = 40
 _SHARE = 1 << 30
 """Bytes that the work may have of a disk that many share, where no limit says it."""
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 REWARD_BYTES = 4096
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 """As every language writes one: Python alone would take ``1_0`` for ten, and other scripts' digits."""
@@ -88,7 +88,7 @@ async def grade(sandbox: AsyncSandbox, grader: Grader | None) -> Outcome:
             else:
                 put_back = await _put_back(sandbox, trust)
         except SandboxFileError as error:
-            if error.errno in _FULL:
+            if error.errno in NO_ROOM:
                 return await _full(sandbox, error)
             if not chosen.fresh:
                 return _unfit(error)
@@ -137,7 +137,7 @@ async def _grade_in(sandbox: AsyncSandbox, grader: Grader, function: Any) -> Out
     try:
         await _place(sandbox, grader)
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in NO_ROOM:
             return await _full(sandbox, error)
         raise
     try:

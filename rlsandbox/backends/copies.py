@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import builtins
 import contextlib
-import errno
 import fcntl
 import hashlib
 import logging
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 from .._paths import age_s, cache, private_directory
-from ..errors import ConfigError, SandboxError, UnsupportedError
+from ..errors import NO_ROOM, ConfigError, SandboxError, UnsupportedError
 
 log = logging.getLogger("rlsandbox.backends")
 
@@ -93,7 +92,7 @@ class LayerCopies:
             ) from error
         except OSError as error:
             await self._undo(splitter)
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in NO_ROOM
             raise SandboxError(
                 f"layer {layer} could not be copied to {self._place}: {error.strerror or error}",
                 kind="layer_copy", phase="command", retryable=False,

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..backends.kubernetes.nodes import taints, tolerated
-from ..errors import ConfigError, SandboxError
+from ..errors import SandboxError
 from ..spec import Spec
 from .model import Inventory, Node
 
@@ -97,18 +97,8 @@ async def scheduling(api: Api, name: str) -> tuple[dict[str, str], tuple[JSON, .
     Raises:
         ConfigError: there is none of that name.
     """
-    try:
-        found = await api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{name}")
-    except SandboxError as error:
-        status = getattr(error, "status", 0)
-        if status == 404:
-            raise ConfigError(
-                f"{api.where} has no RuntimeClass {name!r}",
-                kind="no_runtime_class",
-                hint="kubectl get runtimeclasses",
-            ) from error
-        if status != 403:
-            raise
+    found = await api.runtime_class(name)
+    if found is None:
         return {}, (), (f"RuntimeClass {name} may not be read: on which nodes its pods run is not known",)
     rules = found.get("scheduling") or {}
     return dict(rules.get("nodeSelector") or {}), tuple(rules.get("tolerations") or ()), ()

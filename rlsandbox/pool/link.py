@@ -15,7 +15,7 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from ..errors import ConfigError, PrimeError, SandboxDiedError, SandboxError, shared_disk_full
+from ..errors import NO_ROOM, ConfigError, PrimeError, SandboxDiedError, SandboxError, shared_disk_full
 from ..hooks import Credentials, Residue
 from ..keeper.client import AS_KEEPER, KeeperClient, KeeperFailure, Look
 from ..reset.baseline import Baseline, baseline_of
@@ -223,7 +223,7 @@ class KeeperLink:
                 f"its files or workdir could not be put in place: {getattr(error, 'message', error)}",
                 task=task.id,
             )
-            full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+            full = getattr(error, "errno", 0) in NO_ROOM
             if full and sandbox.shares_disk:
                 shared_disk_full(failed)
             raise failed from error

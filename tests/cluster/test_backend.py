@@ -21,6 +21,7 @@ from rlsandbox.sandbox import AsyncSandbox
 from rlsandbox.spec import Spec
 from rlsandbox.testing.lone import LoneHost
 from tests.cluster.cluster import Cluster
+from tests.cluster.commands import reap
 from tests.cluster.faults import Faults
 from tests.cluster.kube import Kube, pods, until
 
@@ -278,17 +279,7 @@ def test_a_dead_client_leaves_nothing_for_ever(any_kubeconfig: Path, namespace: 
     assert victim.stdout.readline() == "ready\n"
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    command = [
-        sys.executable,
-        "-m",
-        "rlsandbox",
-        "reap",
-        "--backend",
-        "kubernetes",
-        "--namespace",
-        namespace,
-        "--yes",
-    ]
+    command = reap(namespace)
     env = {**os.environ, "KUBECONFIG": str(any_kubeconfig)}
     first = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert (first.returncode, "nothing is left" in first.stdout) == (0, True), first  # it may only be slow

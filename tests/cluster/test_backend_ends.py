@@ -6,25 +6,27 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
 
 import rlsandbox as rls
 from rlsandbox import errors
+from rlsandbox.sandbox import AsyncSandbox
 from rlsandbox.spec import Spec
 from tests.cluster.cluster import Cluster
+from tests.cluster.commands import theirs
 from tests.cluster.kube import Kube, pods
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from rlsandbox.backends.kubernetes import Kubernetes
-from tests.cluster.test_backend import ROOT, TEST, host, pod_of, run
-from tests.cluster.test_backend_faults import EXT
+from tests.cluster.test_backend import TEST, host, pod_of, run
 
 OTHER = "registry.test/pause:1"
 
+SMALL = Spec(memory="128MiB")
 MEMORY = Path("/sys/fs/cgroup/memory")
 # Joins argv[1], takes up 50 MiB, and stays.
 HOG = """
@@ -33,6 +35,23 @@ open(sys.argv[1], "w").write(str(os.getpid()))
 x = b"x" * (50 << 20)
 time.sleep(60)
 """
+
+
+@asynccontextmanager
+async def placed(
+    cluster: Cluster, kube: Kube, namespace: str, spec: Spec | None = None
+) -> AsyncIterator[tuple[AsyncSandbox, str, str]]:
+    """A sandbox, its pod and its node."""
+    async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
+        sandbox = await lone.make(spec=spec)
+        pod = pod_of(lone, sandbox)
+        yield sandbox, pod, kube.get(pods(namespace, pod))["spec"]["nodeName"]
+
+
+async def group_of(cluster: Cluster, node: str, pod: str) -> Path:
+    """The memory group of the container of *pod*."""
+    (group,) = MEMORY.rglob(await asyncio.to_thread(container_of, cluster, node, pod))
+    return group
 
 
 @contextmanager
@@ -89,12 +108,9 @@ def test_ended_by_somebody(
     words: str,
 ) -> None:
     async def body() -> None:
-        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
-            sandbox = await lone.make()
-            pod = pod_of(lone, sandbox)
+        async with placed(cluster, kube, namespace) as (sandbox, pod, node):
             async with sandbox.popen("echo on; sleep 600") as command:
                 await command.next_chunk()
-                node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
                 await asyncio.to_thread(how, cluster, namespace, pod, node)
                 with pytest.raises(errors.SandboxDiedError, match=words) as caught:
                     await command.wait()
@@ -111,13 +127,8 @@ def test_a_container_that_is_ended_for_memory(cluster: Cluster, namespace: str, 
     """All that is in it has to be killed for that, the keeper too: here by what does not belong there."""
 
     async def body() -> None:
-        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
-            sandbox = await lone.make(spec=Spec(memory="128MiB"))
-            pod = pod_of(lone, sandbox)
-            node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
-            name = await asyncio.to_thread(container_of, cluster, node, pod)
-            (group,) = MEMORY.rglob(name)
-            procs = group / "cgroup.procs"
+        async with placed(cluster, kube, namespace, SMALL) as (sandbox, pod, node):
+            procs = await group_of(cluster, node, pod) / "cgroup.procs"
             theirs = set(procs.read_text().split())
             for pid in theirs:
                 Path(f"/proc/{pid}/oom_score_adj").write_text("1000")
@@ -132,15 +143,14 @@ def test_a_container_that_is_ended_for_memory(cluster: Cluster, namespace: str, 
     run(body)
 
 
-def test_memory_taken_faster_than_the_keeper_looks(cluster: Cluster, namespace: str) -> None:
+def test_memory_taken_faster_than_the_keeper_looks(cluster: Cluster, namespace: str, kube: Kube) -> None:
     """Whoever is faster, the keeper or the kernel at the container's own limit: the command ends so, and the keeper stays."""
     one = ["python3", "-c", "x = b'x' * (500 << 20); print('held')"]
     small = "python3 -c \"x = b'x' * (40 << 20); import time; time.sleep(9)\""
     many = f"for i in 1 2 3 4 5 6 7 8; do {small} & done; wait; echo all"
 
     async def body() -> None:
-        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
-            sandbox = await lone.make(spec=Spec(memory="128MiB"))
+        async with placed(cluster, kube, namespace, SMALL) as (sandbox, _, _):
             for command in [one, many] * 4:
                 result = await sandbox.run(command)
                 assert (result.exit_code, result.oom_killed, result.stdout) == (137, True, "")
@@ -154,11 +164,8 @@ def test_a_command_that_the_kernel_kills_is_told_so(cluster: Cluster, namespace:
     """Memory that the keeper's looks do not see as the episode's brings the container to its limit."""
 
     async def body() -> None:
-        async with host(cluster.kubeconfig("admin", "direct"), namespace) as lone:
-            sandbox = await lone.make(spec=Spec(memory="128MiB"))
-            pod = pod_of(lone, sandbox)
-            node = kube.get(pods(namespace, pod))["spec"]["nodeName"]
-            (group,) = MEMORY.rglob(await asyncio.to_thread(container_of, cluster, node, pod))
+        async with placed(cluster, kube, namespace, SMALL) as (sandbox, pod, node):
+            group = await group_of(cluster, node, pod)
             own = [
                 "python3",
                 "-c",
@@ -178,17 +185,7 @@ def test_a_command_that_the_kernel_kills_is_told_so(cluster: Cluster, namespace:
 
 def test_a_template_that_is_changed_in_mid_run(cluster: Cluster, namespace: str, kube: Kube) -> None:
     """Sandboxes of two kinds in one run are nobody's wish."""
-    shown = subprocess.run(
-        [sys.executable, "-m", "rlsandbox", "template", "show", "--image", TEST, "--keeper"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    path = ""
-    for text in shown.split("---\n")[1:]:
-        item = json.loads(text)
-        where = f"/api/v1/namespaces/{namespace}" if item["apiVersion"] == "v1" else f"{EXT}/{namespace}"
-        kube.create(f"{where}/{item['kind'].lower()}s", item)
-        if item["kind"] == "SandboxTemplate":
-            path = f"{where}/sandboxtemplates/{item['metadata']['name']}"
+    path = theirs(kube, namespace, TEST)["SandboxTemplate"]
     config = str(cluster.kubeconfig("admin", "direct"))
     backend = Kubernetes(kubeconfig=config, namespace=namespace, template=path.rpartition("/")[2])
     with rls.Pool(backend, size=1, max_size=1, config=False) as pool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import rlsandbox as rls
 from rlsandbox import errors
 from rlsandbox.spec import Spec
 from tests.cluster.cluster import Cluster
+from tests.cluster.commands import theirs
 from tests.cluster.faults import Faults
 from tests.cluster.kube import Kube, pods, until
 
@@ -293,17 +293,8 @@ def test_a_warm_pool_of_theirs_scaled_to_nothing(
     cluster: Cluster, namespace: str, faults: Faults, tmp_path: Path
 ) -> None:
     kube, config = cluster.kube(), str(cluster.kubeconfig("admin", "api"))
-    shown = subprocess.run(
-        [sys.executable, "-m", "rlsandbox", "template", "show", "--image", TEST, "--keeper"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    for text in shown.split("---\n")[1:]:
-        item = json.loads(text)
-        core = item["apiVersion"] == "v1"
-        where = f"/api/v1/namespaces/{namespace}" if core else f"{EXT}/{namespace}"
-        kube.create(f"{where}/{item['kind'].lower()}s", item)
+    path = theirs(kube, namespace, TEST)["SandboxWarmPool"]
     backend = Kubernetes(kubeconfig=config, namespace=namespace, warm_pool="rlsandbox-example")
-    path = f"{EXT}/{namespace}/sandboxwarmpools/rlsandbox-example"
     with rls.Pool(backend, size=2, config=False) as pool:
         assert pool.wait_ready(2, timeout=90) == 2
         kube.patch(path, {"spec": {"replicas": 0}})

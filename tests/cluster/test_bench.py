@@ -21,6 +21,7 @@ import rlsandbox as rls
 from rlsandbox.keeper.build import keeper_binary
 from tests.cluster import objects
 from tests.cluster.cluster import Cluster
+from tests.cluster.commands import reap
 from tests.cluster.faults import Faults
 from tests.cluster.kube import Kube, until
 
@@ -272,18 +273,8 @@ def test_a_benchmark_that_was_killed_is_reaped(
     finally:
         killed.kill()
         killed.wait()
-    reap = [
-        sys.executable,
-        "-m",
-        "rlsandbox",
-        "reap",
-        "--backend",
-        "kubernetes",
-        "--namespace",
-        namespace,
-        "--yes",
-    ]
-    spared = subprocess.run(reap, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
+    command = reap(namespace)
+    spared = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=True).stdout
     assert "nothing is left" in spared  # its Lease has not run out
     (lease,) = [
         row
@@ -292,7 +283,7 @@ def test_a_benchmark_that_was_killed_is_reaped(
     ]
     path = f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases/{lease['metadata']['name']}"
     kube.patch(path, {"spec": {"renewTime": "2020-01-01T00:00:00.000000Z"}})
-    done = subprocess.run(reap, cwd=tmp_path, env=env, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done
     assert {"SandboxWarmPool", "SandboxTemplate", "Lease"} <= {
         line.split()[0] for line in done.stdout.splitlines()

@@ -165,6 +165,34 @@ class Api:
     ) -> JSON:
         return await self._call("GET", path, query=query, limit=timeout)
 
+    async def look(self, path: str, missing: ConfigError, *, timeout: float = TIMEOUT_S) -> JSON | None:
+        """What is at *path*; None when we may not look: then it is told when it is needed.
+
+        Raises:
+            ConfigError: *missing*, when there is nothing.
+        """
+        try:
+            return await self.get(path, timeout=timeout)
+        except ApiError as error:
+            if error.status == 404:
+                raise missing from error
+            if error.status != 403:
+                raise
+            return None
+
+    async def runtime_class(self, name: str) -> JSON | None:
+        """The RuntimeClass; None when we may not look.
+
+        Raises:
+            ConfigError: there is none of that name.
+        """
+        missing = ConfigError(
+            f"{self.where} has no RuntimeClass {name!r}",
+            kind="no_runtime_class",
+            hint="kubectl get runtimeclasses",
+        )
+        return await self.look(f"/apis/node.k8s.io/v1/runtimeclasses/{name}", missing)
+
     async def list(self, path: str, query: Mapping[str, str] | None = None) -> builtins.list[JSON]:
         """All objects of a collection, page by page."""
         asked = {**(query or {}), "limit": str(PAGE)}

@@ -107,27 +107,12 @@ class Cluster:
                 await watch.close()
         await self.lease.end()
 
-    async def _found(self, path: str, missing: ConfigError, **how: Any) -> JSON | None:
-        """What is at *path*; None when we may not look: then it is told when it is needed.
-
-        Raises:
-            ConfigError: *missing*, when there is nothing.
-        """
-        try:
-            return await self.api.get(path, **how)
-        except ApiError as error:
-            if error.status == 404:
-                raise missing from error
-            if error.status != 403:
-                raise
-            return None
-
     async def _look(self) -> str:
         """Whether the namespace is there, and its Pod Security level (empty: unknown)."""
         missing = ConfigError(
             f"{self.api.where} has no namespace {self.api.namespace!r}", hint="Kubernetes(namespace=...)"
         )
-        found = await self._found(self.paths.namespace, missing, timeout=15)
+        found = await self.api.look(self.paths.namespace, missing, timeout=15)
         if found is None:
             return ""  # this right is only a convenience
         return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
@@ -139,12 +124,7 @@ class Cluster:
         """
         if name is None:
             return
-        missing = ConfigError(
-            f"{self.api.where} has no RuntimeClass {name!r}",
-            kind="no_runtime_class",
-            hint="kubectl get runtimeclasses",
-        )
-        await self._found(f"/apis/node.k8s.io/v1/runtimeclasses/{name}", missing)
+        await self.api.runtime_class(name)
 
     async def _has_secret(self, name: str) -> None:
         """
@@ -157,7 +137,7 @@ class Cluster:
             kind="no_pull_secret",
             hint=f"kubectl -n {self.api.namespace} create secret docker-registry {name} ...",
         )
-        await self._found(f"{self.paths.namespace}/secrets/{name}", missing)
+        await self.api.look(f"{self.paths.namespace}/secrets/{name}", missing)
 
     async def _has_crds(self, named: bool) -> bool:
         try:
@@ -275,7 +255,7 @@ class Cluster:
                 + (f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""),
                 hint=f"rlsandbox template check {template}; or Kubernetes(keeper='inject'), mode replace",
             )
-        self._theirs = (template, _images(found["spec"]["podTemplate"]["spec"]))
+        self._theirs = (template, _images(pod))
         if warm_pool is not None:
             return warm_pool
         name = names.dns_label(f"rlsandbox-{template}")

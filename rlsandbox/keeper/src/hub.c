@@ -595,7 +595,7 @@ static void on_client_death(struct src *s, uint32_t events)
 static void limits_lift(void)
 {
     static const int whats[] = {RLIMIT_NOFILE, RLIMIT_CPU, RLIMIT_FSIZE, RLIMIT_DATA, RLIMIT_AS, RLIMIT_STACK};
-    for (size_t i = 0; i < sizeof whats / sizeof *whats; i++) {
+    for (size_t i = 0; i < COUNT_OF(whats); i++) {
         const int what = whats[i];
         const rlim_t usual = what == RLIMIT_STACK ? 8 << 20 : RLIM_INFINITY; /* more would move a program's maps */
         struct rlimit rl;

@@ -129,6 +129,12 @@ struct look {
     uint64_t largest_bytes;
 };
 
+/* A command whose main process is there, though we may not have heard yet that it started. */
+static bool runs(const struct chan *c)
+{
+    return c->op == OP_SPAWN && (c->started || c->pidfd >= 0) && !c->ended;
+}
+
 /* Looks at every process; each running command learns what its tree uses. */
 static void look(struct keeper *k, struct look *l)
 {
@@ -155,7 +161,7 @@ static void look(struct keeper *k, struct look *l)
     }
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c; c = c->next) {
-            if (c->op != OP_SPAWN || c->pidfd < 0 || c->ended)
+            if (!runs(c))
                 continue;
             for (size_t j = 0; j < ps.n; j++)
                 ps.p[j].in = false;
@@ -175,19 +181,25 @@ out:
     fd_close(&dir);
 }
 
-/* The running command that used most when we last looked, of several the last one that began: what fills the memory between
- * two looks is seldom what had run before. NULL when none runs. With `early`, also one of whose start we have not heard yet. */
-static struct chan *guilty(struct keeper *k, size_t *running, bool early)
+static size_t running(struct keeper *k)
 {
-    struct chan *most = NULL;
-    *running = 0;
+    size_t n = 0;
     for (size_t i = 0; i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c; c = c->next)
-            if (c->op == OP_SPAWN && (c->started || (early && c->pidfd >= 0)) && !c->ended) {
-                ++*running;
-                if (!most || c->used_bytes > most->used_bytes || (c->used_bytes == most->used_bytes && c->started_ns > most->started_ns))
-                    most = c;
-            }
+            n += runs(c);
+    return n;
+}
+
+/* The running command that used most when we last looked, of several the last one that began: what fills the memory between
+ * two looks is seldom what had run before. NULL when none runs. With `early`, also one of whose start we have not heard yet. */
+static struct chan *guilty(struct keeper *k, bool early)
+{
+    struct chan *most = NULL;
+    for (size_t i = 0; i < COUNT_OF(k->chans); i++)
+        for (struct chan *c = k->chans[i]; c; c = c->next)
+            if (runs(c) && (early || c->started) &&
+                (!most || c->used_bytes > most->used_bytes || (c->used_bytes == most->used_bytes && c->started_ns > most->started_ns)))
+                most = c;
     return most;
 }
 
@@ -234,7 +246,7 @@ static bool end_is_near(struct keeper *k)
     bool near = false;
     for (size_t i = 0; dir >= 0 && i < COUNT_OF(k->chans); i++)
         for (struct chan *c = k->chans[i]; c && !near; c = c->next)
-            near = c->op == OP_SPAWN && c->pidfd >= 0 && !c->ended && procs_dying(dir, procs_number(k, c->pidfd, c->pid));
+            near = runs(c) && procs_dying(dir, procs_number(k, c->pidfd, c->pid));
     fd_close(&dir);
     return near;
 }
@@ -249,8 +261,7 @@ void limits_ended(struct chan *c)
     if ((c->status & 0x7f) == SIGKILL || (c->status & 0xff7f) == (128 + SIGKILL) << 8)
         l->oom_left--;
     else {
-        size_t running;
-        struct chan *other = guilty(k, &running, false); /* c itself does not run any more */
+        struct chan *other = guilty(k, false); /* c itself does not run any more */
         if (!l->oom_due || (other && (other->used_bytes > c->used_bytes || end_is_near(k))))
             return; /* the timer finds somebody, unless an end does */
         l->oom_left = 0;
@@ -264,11 +275,10 @@ void limits_ended(struct chan *c)
 static void find_guilty(struct keeper *k)
 {
     struct limits *l = &k->lim;
-    size_t running;
     bool known = l->oom_due;
     if (!oom_open(k) || !known || end_is_near(k))
         return;
-    struct chan *c = guilty(k, &running, false);
+    struct chan *c = guilty(k, false);
     l->oom_due = false;
     l->oom_left = 0;
     if (c)
@@ -277,13 +287,12 @@ static void find_guilty(struct keeper *k)
 
 static void watch(struct keeper *k, const struct look *l)
 {
-    size_t running;
     const struct settings *s = &k->set;
     bool memory = s->memory_bytes && !k->lim.memory_cg && l->total > s->memory_bytes;
     bool pids = s->pids && !k->lim.pids_cg && l->count > s->pids + PIDS_SPARE; /* several users may each have their number */
     if (!memory && !pids)
         return;
-    struct chan *c = guilty(k, &running, true);
+    struct chan *c = guilty(k, true);
     if (c && (pids || c->used_bytes >= l->largest_bytes)) {
         if (memory)
             c->flags |= X_OOM;
@@ -299,25 +308,24 @@ static void watch(struct keeper *k, const struct look *l)
 int limits_timer(struct keeper *k)
 {
     struct limits *l = &k->lim;
-    size_t running;
+    size_t busy = running(k);
     bool dog = (k->set.memory_bytes && !l->memory_cg) || (k->set.pids && !l->pids_cg);
-    guilty(k, &running, true);
-    if (k->pause.how || k->init_pid <= 0 || (!running && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
+    if (k->pause.how || k->init_pid <= 0 || (!busy && !(dog && l->crowd)) || (!dog && l->oom_fd < 0))
         return -1;
-    uint64_t now = now_ns(), every = (uint64_t)(running ? TICK_MS : IDLE_TICK_MS) * 1000000u;
+    uint64_t now = now_ns(), every = (uint64_t)(busy ? TICK_MS : IDLE_TICK_MS) * 1000000u;
     if (l->last_ns && now - l->last_ns < every)
         return (int)((every - (now - l->last_ns)) / 1000000u) + 1;
     l->last_ns = now;
     if (l->oom_fd >= 0)
         find_guilty(k);
-    if (dog || (!l->oom_due && running > 1 && number(l->memory_fd, NULL) > k->set.memory_bytes / 2)) {
+    if (dog || (!l->oom_due && busy > 1 && number(l->memory_fd, NULL) > k->set.memory_bytes / 2)) {
         struct look seen;
         look(k, &seen);
         l->crowd = seen.count > 0;
         if (dog)
             watch(k, &seen);
     }
-    return running ? TICK_MS : IDLE_TICK_MS;
+    return busy ? TICK_MS : IDLE_TICK_MS;
 }
 
 bool limits_near(const struct keeper *k)
