@@ -20,12 +20,12 @@ called="${0##*/} $*"
 case "$called" in
     "uv venv "*) for last; do :; done; mkdir -p "$last/bin"
         for name in python ruff mypy lint-imports; do cp "$0" "$last/bin/$name"; done ;;
-    "make "*) echo "%s" ;;
+    "make "*) echo "$SUMMARY" ;;
 esac
 case "$called" in *"${HANG:-no such}"*) echo $$ >"$HANGING"; exec sleep 1000 ;; esac
 case "$called" in *"${FAIL:-no such}"*) exit 1 ;; esac
 exit 0
-""" % SUMMARY
+"""
 NAMES = ("uv", "make", "go", "apt-get", "pkg-config", "python3.13", "runsc", "docker-registry")
 
 
@@ -43,8 +43,13 @@ class Ci:
             (stubs / name).chmod(0o755)
         self.hanging = where / "hanging"
         self.environ = {
-            "PATH": f"{stubs}:{os.environ['PATH']}", "HOME": str(where), "TMPDIR": str(self.temporary),
-            "PYTHON": "python3.13", "RLSANDBOX_CI_VERL": "0", "HANGING": str(self.hanging),
+            "PATH": f"{stubs}:{os.environ['PATH']}",
+            "HOME": str(where),
+            "TMPDIR": str(self.temporary),
+            "PYTHON": "python3.13",
+            "RLSANDBOX_CI_VERL": "0",
+            "HANGING": str(self.hanging),
+            "SUMMARY": SUMMARY,
         }
         who = ("-c", "user.name=t", "-c", "user.email=t@t.invalid", "-c", "init.defaultBranch=main")
         for arguments in (("init", "-q"), ("add", "."), ("commit", "-qm", "all")):
@@ -52,8 +57,11 @@ class Ci:
 
     def start(self, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [self.tree / ".ci" / "run"], env=self.environ | environ, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            [self.tree / ".ci" / "run"],
+            env=self.environ | environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
         )
 
     def run(self, **environ: str) -> tuple[int, list[str]]:
@@ -96,7 +104,9 @@ def test_what_fails_is_told_and_is_its_status(ci: Ci, fail: str, told: str) -> N
 
 @ROOTS
 @pytest.mark.parametrize(("cluster", "status"), [("auto", 0), ("1", 1)])
-def test_a_cluster_that_cannot_be_built_fails_where_it_was_asked_for(ci: Ci, cluster: str, status: int) -> None:
+def test_a_cluster_that_cannot_be_built_fails_where_it_was_asked_for(
+    ci: Ci, cluster: str, status: int
+) -> None:
     got, lines = ci.run(FAIL="tests.cluster build", RLSANDBOX_CI_CLUSTER=cluster)
     assert (got, lines[-1]) == (status, SUMMARY), lines
     assert any(line.startswith("tests that need a Kubernetes are skipped") for line in lines)
@@ -116,5 +126,8 @@ def test_stopped_it_leaves_nothing_running(ci: Ci) -> None:
         process.communicate(timeout=60)
     assert process.returncode == 130
     assert not list(ci.temporary.iterdir())
-    while Path(f"/proc/{building}").exists() and "Z" not in Path(f"/proc/{building}/stat").read_text().split()[2]:
+    while (
+        Path(f"/proc/{building}").exists()
+        and "Z" not in Path(f"/proc/{building}/stat").read_text().split()[2]
+    ):
         time.sleep(0.01)  # pytest's timeout is the bound
