@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import datetime
 import logging
-import secrets
 from asyncio import StreamReader, StreamWriter
 from collections.abc import AsyncGenerator, AsyncIterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import (
@@ -29,48 +27,16 @@ from .api import JSON, Api
 from .cluster import Cluster, default_run
 from .exec import ExecStream
 from .manifests import MODES, Allowed, Shape
-from .nodes import pod_state
+from .places import Place, Places
+from .removal import Removal
 from .watch import condition
 
 log = logging.getLogger("rlsandbox.kubernetes")
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LIFETIME_S = 86400.0
-COLLECTED_S = 8.0
-"""In which a pod goes whose claim has gone, usually."""
 SLOW_S = 5.0
 """A sandbox that takes longer to start is looked after."""
-
-
-@dataclass
-class _Place:
-    """A member that this backend makes or has made."""
-
-    member: str
-    name: str
-    """Of its claim, or plain pod."""
-    spec: Spec
-    labels: dict[str, str]
-    ready: asyncio.Future[None] = field(repr=False)
-    gone: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
-    token: str = field(default_factory=lambda: secrets.token_hex(24), repr=False)
-    pod: str = ""
-    container: str = names.CONTAINER
-    facts: dict[str, str] = field(default_factory=dict)
-    stream: Durable | None = field(default=None, repr=False)
-    ended: SandboxDiedError | None = None
-    timer: asyncio.TimerHandle | None = None
-    verdict: str = ""
-    """The kind of the verdict that the timer waits for."""
-    leaving: bool = False
-    asked: bool = False
-    """Whether the API server has heard that it is to be removed."""
-    helped: bool = False
-    """Whether its pod's removal was asked for as well, since nobody collected it."""
-    told: str = ""
-    """What the pool was told of its place: ``away``, ``leaving``, or nothing."""
-    wish: str = ""
-    """The node that it should be on."""
 
 
 class Kubernetes(Backend):
@@ -165,27 +131,27 @@ class Kubernetes(Backend):
         self.max_resetting = max(streams, 1)
         self._run = default_run()
         self._api: Api | None = None
-        self._cluster: Cluster | None = None
         self._lock = asyncio.Lock()
-        self._places: dict[str, _Place] = {}
-        self._by_name: dict[str, _Place] = {}
+        self._places = Places()
+        self._removal = Removal(self._places)
         self._env: dict[str, dict[str, str]] = {}
-        self._cleaning: set[asyncio.Task[None]] = set()
-        self._collected_at = 0.0
-        """When a pod whose claim was removed went last without our help."""
         self.keeps_layers = keep is not False
         self._keep = keep if isinstance(keep, str) else None
         self._copies: LayerCopies | None = None
         self._named: str | None = None
         self._requests: Mapping[str, int] = {}
         """When it was closed."""
-        self._tell: Tell | None = None
 
     def __repr__(self) -> str:
         where = (
             "not connected" if self._api is None else f"{self._api.where}, namespace {self._api.namespace}"
         )
         return f"Kubernetes({where}, {len(self._places)} members)"
+
+    @property
+    def _cluster(self) -> Cluster | None:
+        """Once it is connected."""
+        return self._places.cluster
 
     @property
     def shape(self) -> Shape:
@@ -204,35 +170,41 @@ class Kubernetes(Backend):
     @property
     def open_streams(self) -> int:
         """Exec streams that are open now."""
-        return sum(p.stream is not None and not p.stream.resting for p in self._places.values())
+        return sum(p.stream is not None and not p.stream.resting for p in self._places)
 
     async def _get(self) -> Cluster:
         async with self._lock:
-            if self._cluster is None:
+            cluster = self._cluster
+            if cluster is None:
                 if self._keep is not None:
                     self._kept()  # a place that cannot be used is told before work begins
                 api = await Api.connect(**self._how, write_rate=self._write_rate)
-                cluster: Cluster | None = None
                 try:
-                    named = self._template is not None or self._warm_pool is not None
-                    cluster = await Cluster.open(
-                        api, self._run, self._shape, mode=self._mode, named=named,
-                        on_claim=self._on_claim, on_pod=self._on_pod, on_node=self._on_node,
-                    )  # fmt: skip
-                    if not named:
-                        # Compiled the first time: no sandbox's deadline should pay for it.
-                        await cluster.keeper()
-                    else:
-                        self._named = await cluster.named_pool(
-                            self._warm_pool, self._template, carries_keeper=not self._inject
-                        )
+                    cluster = await self._open(api)
                 except BaseException:
-                    if cluster is not None:  # its Lease and watches
-                        await cluster.close()
                     await api.close()
                     raise
-                self._api, self._cluster = api, cluster
-            return self._cluster
+                self._api, self._places.cluster = api, cluster
+            return cluster
+
+    async def _open(self, api: Api) -> Cluster:
+        named = self._template is not None or self._warm_pool is not None
+        cluster = await Cluster.open(
+            api, self._run, self._shape, mode=self._mode, named=named, on_claim=self._places.on_claim,
+            on_pod=self._places.on_pod, on_node=self._places.on_node,
+        )  # fmt: skip
+        try:
+            if not named:
+                # Compiled the first time: no sandbox's deadline should pay for it.
+                await cluster.keeper()
+            else:
+                self._named = await cluster.named_pool(
+                    self._warm_pool, self._template, carries_keeper=not self._inject
+                )
+        except BaseException:
+            await cluster.close()  # its Lease and watches
+            raise
+        return cluster
 
     async def capabilities(self) -> Capabilities:
         cluster = await self._get()
@@ -258,33 +230,30 @@ class Kubernetes(Backend):
     ) -> Member:
         loop = asyncio.get_running_loop()
         name = names.dns_label(f"rls-{self._run}-{member}")
-        place = _Place(member, name, spec, dict(labels), loop.create_future(), wish=node)
+        place = Place(member, name, spec, dict(labels), loop.create_future(), wish=node)
         try:
             async with asyncio.timeout(deadline):
                 cluster = await self._get()
                 body, path = await self._body(cluster, place)
-                self._places[member] = self._by_name[name] = place
+                self._places.add(place)
                 await cluster.api.create(path, body, limit=deadline, throttle=True)
                 await self._until_ready(cluster, place)
         except ThrottledError:
-            self._forget(place)
+            self._places.forget(place)
             raise
         except TimeoutError:
             error = await self._late(place, deadline)
-            self._clean(place)
+            self._removal.clean(place)
             raise error from None
         except BaseException:
-            self._clean(place)
+            self._removal.clean(place)
             raise
         finally:
-            if place.timer is not None:
-                place.timer.cancel()
-                place.timer = None
-        found = self._pod(place).get("spec", {}).get("nodeName")
+            place.stop_timer()
         place.facts |= Allowed.of(spec).facts(spec)
-        return Member(id=member, node=found, facts=place.facts)
+        return Member(id=member, node=self._places.node(place), facts=place.facts)
 
-    async def _until_ready(self, cluster: Cluster, place: _Place) -> None:
+    async def _until_ready(self, cluster: Cluster, place: Place) -> None:
         while not (await asyncio.wait({place.ready}, timeout=SLOW_S))[0]:
             try:
                 await cluster.look_again()
@@ -297,9 +266,9 @@ class Kubernetes(Backend):
                 cluster.forget(place.spec)
             raise
         if self._named is not None:
-            await cluster.check_template(self._pod(place))
+            await cluster.check_template(self._places.pod(place))
 
-    async def _body(self, cluster: Cluster, place: _Place) -> tuple[JSON, str]:
+    async def _body(self, cluster: Cluster, place: Place) -> tuple[JSON, str]:
         how: dict[str, Any] = {"run": self._run, "member": place.member, "labels": place.labels}
         if not cluster.crds:
             pod = await cluster.pod_for(place.spec, place.wish)
@@ -323,18 +292,16 @@ class Kubernetes(Backend):
         ends = cluster.api.now() + datetime.timedelta(seconds=self._lifetime)
         return manifests.claim(place.name, pool, ends=ends, **how), cluster.paths.claims
 
-    async def _late(self, place: _Place, deadline: float) -> SandboxError:
+    async def _late(self, place: Place, deadline: float) -> SandboxError:
         """The error of a sandbox that was not ready in time: with what is known of it."""
-        assert self._cluster is not None or not self._places
-        pod = self._pod(place)
+        pod = self._places.pod(place)
         said = ""
         verdict = failures.of_pod(pod) if pod else None
-        if verdict is None and self._cluster is not None and self._cluster.claims is not None:
-            claim = self._cluster.claims.store.get(place.name)
-            if claim is not None and not claim.get("status"):
+        if verdict is None and (claim := self._places.claim(place)):
+            if not claim.get("status"):
                 said = "no controller has taken it up: does agent-sandbox's run?"
-            verdict = failures.of_claim(claim) if claim else None
-            ready = condition(claim, "Ready") if claim else {}
+            verdict = failures.of_claim(claim)
+            ready = condition(claim, "Ready")
             said = said or " ".join(f"{ready.get('reason', '')}: {ready.get('message', '')}".split()).strip(
                 ": "
             )
@@ -347,33 +314,6 @@ class Kubernetes(Backend):
             f"the sandbox was not ready within {deadline:g} s" + (f": {said}" if said else ""),
             kind="provision_timeout", sandbox=place.member,
         )  # fmt: skip
-
-    def _pod(self, place: _Place) -> JSON:
-        if self._cluster is None or self._cluster.pods is None:
-            return {}
-        return self._cluster.pods.store.get(place.pod or place.name, {})
-
-    def _forget(self, place: _Place) -> None:
-        if self._places.get(place.member) is place:
-            del self._places[place.member]
-        for name in [name for name, other in self._by_name.items() if other is place]:
-            del self._by_name[name]
-
-    def _clean(self, place: _Place) -> None:
-        """Remove what a creation that failed or was cancelled left; close() waits for it."""
-        if self._cluster is None or place.leaving or place.member not in self._places:
-            self._forget(place)
-            return
-
-        async def remove() -> None:
-            try:
-                await self._remove(place)
-            except SandboxError as error:
-                log.warning("sandbox %s could not be removed: %s", place.member, error)
-
-        task = asyncio.get_running_loop().create_task(remove(), name=f"rlsandbox: remove {place.name}")
-        self._cleaning.add(task)
-        task.add_done_callback(self._cleaning.discard)
 
     async def connect(self, member: Member) -> tuple[StreamReader, StreamWriter]:
         place, cluster = self._places.get(member.id), self._cluster
@@ -412,67 +352,9 @@ class Kubernetes(Backend):
             if self._cluster is None:
                 return  # nothing was ever made
             name = names.dns_label(f"rls-{self._run}-{member.id}")
-            place = _Place(member.id, name, Spec(), {}, asyncio.get_running_loop().create_future())
-            self._by_name.setdefault(name, place)
-        await self._remove(place)
-
-    async def _remove(self, place: _Place) -> None:
-        """Delete it and wait until its pod is gone: until then it counts."""
-        cluster = self._cluster
-        assert cluster is not None
-        place.leaving = True
-        if place.stream is not None:
-            place.stream.abort()
-            await place.stream.wait_closed()
-        watch = cluster.claims if cluster.crds else cluster.pods
-        path = cluster.paths.claims if cluster.crds else cluster.paths.pods
-        known = watch.store.get(place.name) if watch is not None else None
-        # Who waited in vain comes again: a cluster that takes its time is not made slower by saying it twice.
-        if not place.asked or (known is not None and not known["metadata"].get("deletionTimestamp")):
-            there = await cluster.api.delete(f"{path}/{place.name}", throttle=True)
-            place.asked = True
-            if not there and not self._seen(place):
-                self._forget(place)
-                return
-        await self._until_gone(cluster, place)
-        self._forget(place)
-
-    async def _until_gone(self, cluster: Cluster, place: _Place) -> None:
-        now = asyncio.get_running_loop().time
-        while self._seen(place):
-            place.gone.clear()
-            try:
-                async with asyncio.timeout(None if place.helped else COLLECTED_S):
-                    await place.gone.wait()
-            except TimeoutError:
-                if now() - self._collected_at >= COLLECTED_S:  # else the collector is at work
-                    place.helped = await self._collect(cluster, place)
-        if not place.helped:
-            self._collected_at = now()
-
-    async def _collect(self, cluster: Cluster, place: _Place) -> bool:
-        """Remove the pod, whose claim is gone; whether that was tried.
-
-        The cluster's garbage collector does it, but takes minutes after an outage of the API server.
-        """
-        pod = self._pod(place)
-        claims = cluster.claims.store if cluster.claims is not None else {}
-        if not pod or place.name in claims or pod["metadata"].get("deletionTimestamp"):
-            return False
-        try:
-            await cluster.api.delete(f"{cluster.paths.pods}/{pod['metadata']['name']}", throttle=True)
-        except SandboxError as error:
-            log.debug("pod %s waits for the garbage collector: %s", place.pod, error)
-            return False
-        return True
-
-    def _seen(self, place: _Place) -> bool:
-        cluster = self._cluster
-        if cluster is None:
-            return False
-        pods = cluster.pods.store if cluster.pods is not None else {}
-        claims = cluster.claims.store if cluster.claims is not None else {}
-        return (place.pod or place.name) in pods or place.name in claims
+            place = Place(member.id, name, Spec(), {}, asyncio.get_running_loop().create_future())
+            self._places.add_stranger(place)
+        await self._removal.remove(place)
 
     async def list(self, labels: Mapping[str, str]) -> Sequence[Member]:
         cluster = self._cluster
@@ -485,14 +367,14 @@ class Kubernetes(Backend):
             meta = item["metadata"]
             if meta.get("deletionTimestamp") or not labels.items() <= names.labels_of(item).items():
                 continue
-            place = self._by_name.get(meta["name"])
+            place = self._places.named(meta["name"])
             id_ = (meta.get("annotations") or {}).get(names.MEMBER) or meta["name"]
-            node = self._pod(place).get("spec", {}).get("nodeName") if place is not None else None
+            node = self._places.node(place) if place is not None else None
             found.append(Member(id=id_, node=node, facts=place.facts if place is not None else {}))
         return found
 
     def listen(self, tell: Tell) -> None:
-        self._tell = tell
+        self._places.tell = tell
 
     def nodes(self) -> Sequence[str]:
         """Ready, not being cleared, of the right kind; none where nodes may not be looked at."""
@@ -527,125 +409,16 @@ class Kubernetes(Backend):
         cluster, api = self._cluster, self._api
         if cluster is None or api is None:
             return
-        if self._cleaning:
-            await asyncio.wait(set(self._cleaning), timeout=30)
-        for place in list(self._places.values()):
+        await self._removal.settle(30)
+        for place in self._places:
             if place.stream is not None:
                 place.stream.abort()
                 await place.stream.wait_closed()
         self._places.clear()
-        self._by_name.clear()
-        self._cluster = self._api = None
+        self._places.cluster = self._api = None
         await cluster.close()
         self._requests = dict(api.requests)
         await api.close()
-
-    # -- what the cluster tells ----------------------------------------------------------------------
-
-    def _on_claim(self, kind: str, claim: JSON) -> None:
-        place = self._by_name.get(claim["metadata"]["name"])
-        if place is None:
-            return
-        if kind == "gone":
-            place.gone.set()
-            if not place.ready.done() and not place.leaving:
-                self._fail(
-                    place, ProvisionError("its claim was removed by somebody else", kind="claim_removed")
-                )
-            return
-        sandbox = ((claim.get("status") or {}).get("sandbox") or {}).get("name") or ""
-        if sandbox and place.pod != sandbox:
-            place.pod = sandbox
-            self._by_name[sandbox] = place
-        self._judge(place)
-
-    def _on_pod(self, kind: str, pod: JSON) -> None:
-        place = self._by_name.get(pod["metadata"]["name"])
-        if place is None:
-            return
-        if kind == "gone":
-            place.gone.set()
-            died = failures.end_of_pod(pod) or SandboxDiedError("its pod is gone", kind="pod_gone")
-            self._lose(place, died)
-            return
-        self._judge(place)
-
-    def _on_node(self, node: str) -> None:
-        for place in list(self._places.values()):
-            if place.ready.done() and self._pod(place).get("spec", {}).get("nodeName") == node:
-                self._whereabouts(place)
-
-    def _whereabouts(self, place: _Place) -> None:
-        """Tell the pool whether anything is heard of where it is, and whether it may stay there."""
-        if self._tell is None or self._cluster is None or place.leaving or place.ended is not None:
-            return
-        pod = self._pod(place)
-        node = pod.get("spec", {}).get("nodeName") or ""
-        state, why = self._cluster.nodes.state(node) if self._cluster.nodes is not None else ("", "")
-        if not state:
-            state, why = pod_state(pod)
-        before, place.told = place.told, state
-        if state == before:
-            return
-        if before:
-            self._tell(place.member, {"away": "back", "leaving": "staying"}[before], "")
-        if state:
-            self._tell(place.member, state, why)
-
-    def _judge(self, place: _Place) -> None:
-        """What follows from what the cluster says now."""
-        if place.leaving:
-            return
-        pod = self._pod(place)
-        claims = self._cluster.claims if self._cluster is not None else None
-        if place.ready.done():
-            died = failures.end_of_pod(pod) if pod else None
-            if died is not None:
-                self._lose(place, died)
-            else:
-                self._whereabouts(place)
-            return
-        if (
-            pod
-            and condition(pod, "Ready").get("status") == "True"
-            and not pod["metadata"].get("deletionTimestamp")
-        ):
-            place.pod = pod["metadata"]["name"]
-            place.container = pod["spec"]["containers"][0]["name"]
-            place.ready.set_result(None)
-            self._whereabouts(place)
-            return
-        verdict = failures.of_pod(pod) if pod else None
-        if verdict is None and claims is not None and place.name in claims.store:
-            verdict = failures.of_claim(claims.store[place.name])
-        kind = verdict.error.kind if verdict is not None else ""
-        if kind != place.verdict and place.timer is not None:
-            place.timer.cancel()
-            place.timer = None
-        place.verdict = kind
-        if verdict is None:
-            return
-        if verdict.after <= 0:
-            self._fail(place, verdict.error)
-        elif place.timer is None:
-            loop = asyncio.get_running_loop()
-            place.timer = loop.call_later(verdict.after, self._fail, place, verdict.error)
-
-    def _fail(self, place: _Place, error: SandboxError) -> None:
-        if not place.ready.done():
-            error.sandbox = place.member
-            place.ready.set_exception(error)
-            place.ready.exception()  # seen, also when nobody waits any more
-
-    def _lose(self, place: _Place, died: SandboxDiedError) -> None:
-        if place.leaving or place.ended is not None:
-            return
-        died.sandbox = place.member
-        place.ended = died
-        if not place.ready.done():
-            self._fail(place, ProvisionError(died.message, kind=died.kind, hint=died.hint))
-        elif place.stream is not None:
-            place.stream.fail(died)
 
 
 def _isolation(facts: Mapping[str, str]) -> str:

@@ -203,7 +203,7 @@ def test_a_removal_takes_as_long_as_the_pod(tmp_path: Path) -> None:
 def test_a_slow_collector_is_asked_once_and_helped_only_when_it_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rlsandbox.backends.kubernetes.backend.COLLECTED_S", 2.0)
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.removal.COLLECTED_S", 2.0)
 
     async def body(w: World) -> None:
         backend = w.backend()
