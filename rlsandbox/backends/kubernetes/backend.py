@@ -259,6 +259,9 @@ class Kubernetes(Backend):
                 await cluster.look_again()
             except SandboxError as error:
                 log.debug("could not look why sandbox %s takes long: %s", place.member, error)
+            pod = self._pod(place)
+            if pod and (stuck := cluster.events.verdict(pod)) is not None:
+                self._fail(place, stuck)
         try:
             place.ready.result()
         except SandboxError as error:
@@ -308,7 +311,7 @@ class Kubernetes(Backend):
         if verdict is not None:
             return verdict.error
         if self._cluster is not None:
-            events = await self._cluster.events_of(place.pod or place.name)
+            events = await self._cluster.events.of(place.pod or place.name)
             said = events[-1] if events else said
         return ProvisionError(
             f"the sandbox was not ready within {deadline:g} s" + (f": {said}" if said else ""),

@@ -7,13 +7,13 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-from ...errors import ConfigError, ProvisionError, SandboxError, UnsupportedError
+from ...errors import ConfigError, ProvisionError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...spec import Spec
 from . import manifests, names, policy
 from .api import JSON, Api, ApiError
+from .events import Events
 from .lease import RunLease
 from .manifests import Shape
 from .names import Paths
@@ -39,6 +39,7 @@ class Cluster:
         self.claims: Watch | None = None
         self.pods: Watch | None = None
         self.lease = RunLease(api, self.paths.leases, run)
+        self.events = Events(api)
         self._made: dict[tuple[str, str], asyncio.Task[str]] = {}
         self._keeper: asyncio.Task[str] | None = None
         self._tidying: asyncio.Task[None] | None = None
@@ -187,11 +188,14 @@ class Cluster:
         return name
 
     async def look_again(self) -> None:
-        """Sandboxes take long to start: perhaps the ConfigMap, without which none does, was deleted."""
+        """Sandboxes take long to start: why, and is the ConfigMap there still, without which none does?"""
         now = asyncio.get_running_loop().time()
-        if self._keeper is None or now - self._looked < LOOK_AGAIN_S:
+        if now - self._looked < LOOK_AGAIN_S:
             return
         self._looked = now
+        await self.events.look()
+        if self._keeper is None:
+            return
         name = await self.keeper()
         try:
             await self.api.get(f"{self.paths.config_maps}/{name}")
@@ -296,18 +300,6 @@ class Cluster:
             if error.status == 404:
                 raise ConfigError(f"namespace {self.api.namespace!r} has no {kind} {name!r}") from error
             raise
-
-    async def events_of(self, name: str) -> list[str]:
-        """What the cluster said of an object, newest last; empty where that may not be read."""
-        try:
-            found = await self.api.get(
-                self.paths.events, {"fieldSelector": f"involvedObject.name={name}"}, timeout=5
-            )
-        except SandboxError:
-            return []
-        rows: list[dict[str, Any]] = [row for row in found.get("items") or () if row.get("type") == "Warning"]
-        rows.sort(key=lambda row: row.get("lastTimestamp") or row.get("eventTime") or "")
-        return [f"{row.get('reason')}: {' '.join((row.get('message') or '').split())}" for row in rows]
 
 
 def _images(spec: JSON) -> dict[str, str]:

@@ -49,7 +49,7 @@ def of_pod(pod: JSON, image: str = "") -> Verdict | None:
     status, name = pod.get("status") or {}, pod["metadata"]["name"]
     node = pod.get("spec", {}).get("nodeName")
     where = f" on node {node}" if node else ""
-    for row in status.get("containerStatuses") or ():
+    for row in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
         waiting = row.get("state", {}).get("waiting") or {}
         reason, message = waiting.get("reason", ""), " ".join((waiting.get("message") or "").split())
         if reason in _IMAGE_WAITS:
@@ -124,9 +124,18 @@ def end_of_pod(pod: JSON) -> SandboxDiedError | None:
             )  # fmt: skip
         if row.get("restartCount"):
             return SandboxDiedError(f"its container was restarted{where}", kind="restarted", sandbox=name)
+    for row in status.get("initContainerStatuses") or ():
+        ended = (row.get("state") or {}).get("terminated") or {}
+        if ended.get("exitCode") and status.get("phase") == "Failed" and status.get("reason") != "Evicted":
+            said = " ".join((ended.get("message") or ended.get("reason") or "").split())
+            return SandboxDiedError(
+                f"its init container {row.get('name')} ended{where} with {ended['exitCode']}"
+                + (f": {said}" if said else ""),
+                kind="container_start", sandbox=name,
+            )  # fmt: skip
     if status.get("reason") == "Evicted" or condition(pod, "DisruptionTarget").get("status") == "True":
         target = condition(pod, "DisruptionTarget")
-        lost = target.get("reason") == "DeletionByTaintManager"
+        lost = target.get("reason") in ("DeletionByTaintManager", "DeletionByPodGC")
         said = " ".join((target.get("message") or status.get("message") or "").split())
         return SandboxDiedError(
             f"its pod was {'lost with its node' if lost else 'evicted'}{where}: {said or 'no reason given'}",

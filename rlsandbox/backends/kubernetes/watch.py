@@ -34,6 +34,7 @@ Kept = Callable[[JSON], JSON]
 """What is to be held of an object: its metadata's name, uid and resourceVersion at least."""
 
 _META = ("name", "uid", "resourceVersion", "deletionTimestamp", "labels", "annotations")
+_CONTAINER = ("name", "image", "state", "lastState", "restartCount")
 _CONDITION = ("type", "status", "reason", "message")
 
 
@@ -47,7 +48,8 @@ def slim(item: JSON) -> JSON:
     kept = _only(status, ("phase", "reason", "message", "sandbox"))
     for what, fields in (
         ("conditions", _CONDITION),
-        ("containerStatuses", ("name", "image", "state", "lastState", "restartCount")),
+        ("containerStatuses", _CONTAINER),
+        ("initContainerStatuses", _CONTAINER),
     ):
         if what in status:
             kept[what] = [_only(row, fields) for row in status[what] or ()]

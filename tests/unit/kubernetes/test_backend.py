@@ -333,7 +333,16 @@ def waiting(reason: str, message: str) -> JSON:
         (waiting("ErrImagePull", "failed: 401 Unauthorized"), errors.ImageError, "image_not_found", False),
         (waiting("InvalidImageName", "couldn't parse"), errors.ImageError, "image_not_found", False),
         (waiting("CreateContainerConfigError", 'configmap "x" not found'), errors.ProvisionError, "container_start", False),
+        ({"phase": "Pending", "initContainerStatuses": waiting("ErrImagePull", "manifest unknown")["containerStatuses"]}, errors.ImageError, "image_not_found", False),
+        (
+            {"phase": "Failed", "initContainerStatuses": [{"name": "i", "state": {"terminated": {"exitCode": 3}}}]},
+            errors.ProvisionError, "container_start", True,
+        ),
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, errors.ProvisionError, "evicted", True),
+        (
+            {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}]},
+            errors.ProvisionError, "node_lost", True,
+        ),
         (
             {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "cannot hold SYS_ADMIN over the node: x"}}}]},
             errors.ProvisionError, "keeper_start", False,
@@ -354,6 +363,50 @@ def test_pods_that_will_not_become_ready(
             "provision",
         )
         await until(lambda: not w.api.objects[CLAIMS])  # nothing is left of it
+        await backend.close()
+
+    run(tmp_path, body)
+
+
+def test_a_pod_that_its_kubelet_cannot_begin_is_told_by_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No status says so. Not at once: addresses may come. And of other pods' troubles nothing is taken over."""
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.backend.SLOW_S", 0.05)
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.cluster.LOOK_AGAIN_S", 0.05)
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.events.PATIENCE_S", 0.3)
+    creating = {
+        "containerStatuses": [{"name": "sandbox", "state": {"waiting": {"reason": "ContainerCreating"}}}]
+    }
+
+    async def body(w: World) -> None:
+        def fails(n: int, reason: str, message: str) -> None:
+            name = f"rls-{backend._run}-m{n}"
+            row = {"type": "Warning", "reason": reason, "message": message, "involvedObject": {"name": name}}
+            w.api.put(f"{Pods.CORE}/events", {"metadata": {"name": f"e{n}"}, **row})
+
+        backend = w.backend()
+        w.pods.status = lambda pod: {"phase": "Pending", **creating}
+        others = asyncio.ensure_future(make(backend, "m1"))
+        for n, message, kind in (
+            (2, 'no runtime for "kata" is configured', "no_runtime_class"),
+            (3, "cni: no addresses\nleft", "pod_start"),
+        ):
+            fails(n, "FailedCreatePodSandBox", message)
+            with pytest.raises(
+                errors.ProvisionError, match="on node node-1: FailedCreatePodSandBox: "
+            ) as caught:
+                await make(backend, f"m{n}")
+            assert caught.value.kind == kind and caught.value.retryable and "\n" not in str(caught.value)
+        assert not others.done()
+        fails(1, "FailedCreatePodSandBox", "cni: not yet")
+        await asyncio.sleep(0.1)
+        pod = w.api.objects[PODS][f"rls-{backend._run}-m1"]
+        w.api.put(PODS, {**pod, "status": RUNNING})
+        await others
+        asked = w.api.count("GET", "/events?")
+        await asyncio.sleep(0.3)
+        assert w.api.count("GET", "/events?") == asked  # nobody waits: nothing is asked
         await backend.close()
 
     run(tmp_path, body)
