@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -49,3 +50,22 @@ def before(deadline: float, future: Future[T]) -> T:
 def within(deadline: float, fn: Callable[[], Any]) -> Any:
     """``fn()``, on this thread when there is no deadline."""
     return fn() if deadline == math.inf else before(deadline, spawn(fn))
+
+
+async def by(deadline: float, awaited: Awaitable[T]) -> T:
+    """What is awaited, by *deadline* on the monotonic clock; after that it is cancelled and not waited for.
+
+    Raises:
+        LateError: it was not done.
+    """
+    acting = asyncio.ensure_future(awaited)
+    try:
+        left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+        done, _ = await asyncio.wait({acting}, timeout=left)
+    except asyncio.CancelledError:
+        acting.cancel()
+        raise
+    if not done:
+        acting.cancel()
+        raise LateError
+    return acting.result()

@@ -190,6 +190,9 @@ class SandboxEnvironment:
     def _graded_by_task(self) -> bool:
         return type(self).get_reward is SandboxEnvironment.get_reward
 
+    def _graded_by_itself(self) -> bool:
+        return callable(self.get_reward) and not self._graded_by_task()
+
     def _shortened(self, text: str) -> str:
         most = self._training._output
         if len(text) <= most:

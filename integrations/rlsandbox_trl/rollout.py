@@ -8,7 +8,6 @@ rollout and never touches the environment's next one.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import logging
@@ -29,7 +28,7 @@ from rlsandbox.errors import (
     UnsupportedError,
 )
 
-from ._threads import LateError, before, spawn, within
+from ._threads import LateError, before, by, spawn, within
 from .replay import Journal, ReplayedSandbox
 
 if TYPE_CHECKING:
@@ -79,10 +78,11 @@ class Rollout:
         return self.deadline - time.monotonic()
 
     def _reserve(self) -> float:
-        grader = self.task.grader
-        if self.step_timeout is None or grader is None:
+        grader, own = self.task.grader, self.owner._graded_by_itself()
+        if self.step_timeout is None or (grader is None and not own):
             return 0.0
-        return min(self.step_timeout * GRADING_SHARE, grader.timeout)
+        share = self.step_timeout * GRADING_SHARE
+        return share if own or grader is None else min(share, grader.timeout)
 
     def _acting_until(self) -> float:
         """Commands end by themselves a little before: see :meth:`seconds`."""
@@ -92,6 +92,16 @@ class Rollout:
         """Where the model took long there is time to grade what it did."""
         began = self.training._grading_since
         return max(self.deadline, (time.monotonic() if began is None else began) + self._reserve())
+
+    def _own_until(self) -> float:
+        """For a subclass's rewards: asked for one after the other, each has its part of what is left."""
+        if self.deadline == math.inf:
+            return math.inf
+        now, reserve = time.monotonic(), self._reserve()
+        if self.training._grading_since is None:
+            self.training._grading_since = now
+        left = max(self.deadline, self.training._grading_since + reserve) - now
+        return now + min(left, max(reserve, left / self.training._unscored()))
 
     def seconds(self) -> float:
         """What a command may take at most."""
@@ -111,6 +121,10 @@ class Rollout:
     def blocked(self) -> Any:
         """The trainer waits for a sandbox."""
         return self.pool.metrics.idle.blocked()
+
+    @property
+    def over(self) -> bool:
+        return self.missing or self.done
 
     # ------------------------------------------------------------------ its course
 
@@ -155,18 +169,7 @@ class Rollout:
         token = ACTING.set(self)
         try:
             with self.blocked():
-                until = self._acting_until()
-                left = None if until == math.inf else max(0.0, until - time.monotonic())
-                acting = asyncio.ensure_future(method(self.owner, *args, **kwargs))
-                try:
-                    done, _ = await asyncio.wait({acting}, timeout=left)
-                except asyncio.CancelledError:
-                    acting.cancel()
-                    raise
-                if not done:
-                    acting.cancel()
-                    raise LateError
-                return acting.result()
+                return await by(self._acting_until(), method(self.owner, *args, **kwargs))
         except Exception as error:
             return self._answer_to(error)
         finally:
@@ -237,10 +240,10 @@ class Rollout:
         if self._ended is not None:
             raise self._ended
 
-    def _late(self, phase: str) -> None:
+    def _late(self, phase: str, said: str = "the step's {:g} s were over") -> None:
         """The step's time is over and a call of ours is stuck: give it all up, and wait for nothing."""
         error = SandboxError(
-            f"the step's {self.step_timeout:g} s were over", kind="step_timeout", phase=phase,
+            said.format(self.step_timeout), kind="step_timeout", phase=phase,
             retryable=False, task=self.task.id, hint="step_timeout= of SandboxTraining",
         )  # fmt: skip
         with self._lock:
@@ -327,25 +330,42 @@ class Rollout:
 
     def own_reward(self, method: Callable[[Any], float | None]) -> float | None:
         """A subclass's reward, on the same terms as a tool: what breaks the rollout makes it missing."""
-        token = ACTING.set(self)
+        if self.missing:
+            return None
+
+        def asked() -> float | None:
+            token = ACTING.set(self)
+            try:
+                return method(self.owner)
+            finally:
+                ACTING.reset(token)
+
         try:
-            return self._settled(None if self.missing else method(self.owner))
+            with self.blocked():
+                found = within(self._own_until(), asked)
+            return self._settled(found)
+        except LateError:
+            self._late("grade", "its get_reward did not end in its part of the step's {:g} s")
         except SandboxError as error:
             self._no_reward(error)
-            return None
-        finally:
-            ACTING.reset(token)
+        return None
 
     async def own_reward_async(self, method: Callable[[Any], Any]) -> float | None:
         """:meth:`own_reward` for a coroutine function."""
+        if self.missing:
+            return None
         token = ACTING.set(self)
         try:
-            return self._settled(None if self.missing else await method(self.owner))
+            with self.blocked():
+                found = await by(self._own_until(), method(self.owner))
+            return self._settled(found)
+        except LateError:
+            self._late("grade", "its get_reward did not end in its part of the step's {:g} s")
         except SandboxError as error:
             self._no_reward(error)
-            return None
         finally:
             ACTING.reset(token)
+        return None
 
     def _settled(self, reward: float | None) -> float | None:
         if self.missing:

@@ -247,6 +247,11 @@ class SandboxTraining:
             if environment._rollout is not None and environment._graded_by_task():
                 environment._rollout.finish()
 
+    def _unscored(self) -> int:
+        """Rollouts that may yet be asked for their reward; 1 at least."""
+        held = (environment._rollout for environment in self._environments)
+        return max(1, sum(rollout is not None and not rollout.over for rollout in held))
+
     def _step_deadline(self) -> float:
         """Of the batch under way, else of one that begins now."""
         if self._deadline == math.inf and self._step_timeout is not None:

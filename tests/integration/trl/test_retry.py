@@ -5,6 +5,7 @@ Environments as the trainer holds them, real sandboxes, keepers killed or stoppe
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
@@ -182,6 +183,57 @@ def test_a_slow_command_of_the_models_is_cut_in_time_to_be_graded(begin: Any) ->
     assert environment.get_reward() == 1.0
     record = record_of(training).record
     assert record.status == "completed" and record.truncated == "step_timeout"
+
+
+class OwnReward(SandboxEnvironment):
+    """Its reward is what a command says."""
+
+    def get_reward(self) -> float:
+        return float(self._sandbox.run("cat answer.txt", timeout=3600).stdout)
+
+
+class OwnLaterReward(SandboxEnvironment):
+    async def get_reward(self) -> float:  # type: ignore[override]
+        answer = self._sandbox.run("cat answer.txt").stdout
+        if answer == "never":
+            await asyncio.Event().wait()
+        return float(answer)
+
+
+def test_a_reward_of_ones_own_holds_nobody_either(begin: Any) -> None:
+    """Of two that are asked one after the other, in a stopped sandbox and a sound one, the second is scored."""
+    stopped, training = begin(OwnReward, step_timeout=10.0)
+    sound = training()
+    sound.reset(task_id="one")
+    sound.write_file("answer.txt", "0.5")
+    keeper = signal_keeper(stopped, signal.SIGSTOP)
+    try:
+        assert stopped.get_reward() is None
+        failures = [log.record.failure for log in training.pool.report().logs if log.record is not None]
+        (failure,) = [failure for failure in failures if failure is not None]
+        assert (failure.kind, failure.phase, failure.infrastructure) == ("step_timeout", "grade", True)
+        assert sound.get_reward() == 0.5
+    finally:
+        try:
+            os.kill(keeper, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # given up, and killed
+
+
+def test_a_reward_that_is_awaited_ends_with_the_step(begin: Any) -> None:
+    environment, _ = begin(OwnLaterReward, step_timeout=5.0)
+    environment.write_file("answer.txt", "0.5")
+    assert asyncio.run(environment.get_reward()) == 0.5
+    environment.reset(task_id="one")
+    environment.write_file("answer.txt", "never")
+    assert asyncio.run(environment.get_reward()) is None and environment._missing
+
+
+@pytest.mark.parametrize("options", [{}, {"step_timeout": 3600.0}])
+def test_a_mistake_in_a_reward_of_ones_own_is_raised(begin: Any, options: dict[str, Any]) -> None:
+    environment, _ = begin(OwnReward, **options)
+    with pytest.raises(ValueError, match="could not convert"):
+        environment.get_reward()
 
 
 class Gated(SandboxEnvironment):
