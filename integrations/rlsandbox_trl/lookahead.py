@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,7 @@ class Peeking:
         """Generation batches from the one being generated on, repeats of the same one left out."""
         self.found = False
         """The first of them is the one that was asked about last."""
+        self._then: list[int] | None = None  # what the next time through begins with, when this one is read
 
     def __len__(self) -> int:
         return len(self.sampler)
@@ -45,11 +47,12 @@ class Peeking:
         source = iter(self.sampler)
         read: deque[list[int]] = deque()
         self.blocks.clear()
-        self.found = False
+        self.found, self._then = False, None
 
         def more() -> bool:
             block = list(islice(source, self.size))
             if not block:
+                self._then = self._next_time() if self._then is None else self._then
                 return False
             read.append(block)
             if not self.blocks or self.blocks[-1] != block:
@@ -63,8 +66,22 @@ class Peeking:
                 pass
             yield from block
 
+    def _next_time(self) -> list[int]:
+        """The first generation batch of the next time through, where that is known beforehand."""
+        from trl.trainer.utils import RepeatSampler
+
+        if type(self.sampler) is not RepeatSampler:
+            return []
+        twin = copy.copy(self.sampler)
+        drawn = getattr(self.sampler, "generator", None)
+        if drawn is not None:
+            twin.generator = drawn.clone_state()
+        return list(islice(twin, self.size))
+
     def after(self, ids: Sequence[str], names: Sequence[str]) -> list[int]:
-        """The generation batch that follows the one of which *ids* are rows; nothing when it is not known.
+        """The generation batch that follows the one of which *ids* are rows, also that of the next epoch.
+
+        Nothing when it is not known.
 
         Rows are known by their names alone, *names* in the order of the indices; several may have the same.
         """
@@ -76,7 +93,7 @@ class Peeking:
                 for _ in range(position):
                     self.blocks.popleft()
                 self.found = True
-                return self.blocks[1] if len(self.blocks) > 1 else []
+                return self.blocks[1] if len(self.blocks) > 1 else self._then or []
         return []
 
 
@@ -128,7 +145,7 @@ class _LookAhead(Part):
     def _batch(self, original: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         mode = "" if self._trainer.model.training else "eval-"
         self._next = []
-        if not mode and self._peeking is not None and inputs:
+        if not mode and self._peeking is not None and inputs and not self._last():
             following = self._peeking.after([str(row.get("task_id")) for row in inputs], self._ids)
             found = [self._training.tasks.get(self._ids[i]) for i in ranks.share(following)]
             self._next = [task for task in found if task is not None]  # else the claim will say so
@@ -141,6 +158,12 @@ class _LookAhead(Part):
             return batch
         finally:
             self._training._end_batch(whole=whole)
+
+    def _last(self) -> bool:
+        """No other generation batch follows: training ends on the present one."""
+        args, state = self._trainer.args, self._trainer.state
+        left = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
+        return bool(state.max_steps > 0 and left <= args.steps_per_generation * self._trainer.num_iterations)
 
     def _ours(self, row: dict[str, Any]) -> bool:
         """Whether the row's environment is made by our training: a trainer may have several kinds."""

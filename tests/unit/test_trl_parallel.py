@@ -207,18 +207,39 @@ def test_peeking_changes_no_order_and_knows_what_follows(
 
     size = unique * each
     name = [str(i % names) for i in range(n)]  # several rows may be of one task
-    want = list(sampler())
+    plain = sampler()
+    want = [index for _ in range(3) for index in plain]
     peeking = Peeking(sampler(), size)
-    assert len(peeking) == len(want)
+    assert 3 * len(peeking) == len(want)
     got: list[int] = []
-    for index in peeking:
-        got.append(index)
-        if len(got) % (size * repeats) == 0:  # a generation batch with all its repeats has been given
-            present, following = got[-size:], want[len(got) : len(got) + size]
-            assert peeking.after([name[i] for i in present], name) == following
-            if names == n:  # generated once more, as after a checkpoint: still the present one
-                assert peeking.after([name[i] for i in present[:1]], name) == following
+    for _ in range(3):  # epochs
+        for index in peeking:
+            got.append(index)
+            if len(got) % (size * repeats) == 0:  # a generation batch with all its repeats has been given
+                present, following = got[-size:], want[len(got) : len(got) + size]
+                found = peeking.after([name[i] for i in present], name)
+                assert found == following or len(got) == len(want)
+                if names == n:
+                    # Generated once more, as after a checkpoint: still the present one.
+                    assert peeking.after([name[i] for i in present[:1]], name) == found
     assert got == want
+
+
+def test_a_sampler_of_ones_own_is_not_gone_through_twice() -> None:
+    from rlsandbox_trl.lookahead import Peeking
+
+    class Mine:
+        times = 0
+
+        def __iter__(self) -> Any:
+            self.times += 1
+            return iter([0, 0, 1, 1])
+
+    mine = Mine()
+    peeking = Peeking(mine, 2)
+    for time in range(1, 3):
+        assert list(peeking) == [0, 0, 1, 1] and mine.times == time
+        assert peeking.after(["1"], ["0", "1"]) == []
 
 
 @pytest.mark.parametrize(
