@@ -259,9 +259,9 @@ class Kubernetes(Backend):
                 await cluster.look_again()
             except SandboxError as error:
                 log.debug("could not look why sandbox %s takes long: %s", place.member, error)
-            pod = self._pod(place)
+            pod = self._places.pod(place)
             if pod and (stuck := cluster.events.verdict(pod)) is not None:
-                self._fail(place, stuck)
+                place.fail(stuck)
         try:
             place.ready.result()
         except SandboxError as error:

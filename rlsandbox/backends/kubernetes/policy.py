@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
+from ..._loops import see_through
 from ...errors import SandboxError, UnsupportedError
 from . import names
 from .api import JSON, Api, ApiError
@@ -107,9 +109,17 @@ async def enforced(
             )  # fmt: skip
         return not held
     finally:
-        for name in made:
-            with contextlib.suppress(SandboxError):  # they end by themselves
-                await asyncio.shield(api.delete(f"{paths.pods}/{name}", limit=10))
+        removing = asyncio.ensure_future(_remove(api, [f"{paths.pods}/{name}" for name in made]))
+        cancelled = await see_through(removing)
+        removing.result()
+        if cancelled is not None:
+            raise cancelled
+
+
+async def _remove(api: Api, pods: Sequence[str]) -> None:
+    for pod in pods:
+        with contextlib.suppress(SandboxError):  # they end by themselves, and are reaped
+            await api.delete(pod, limit=10)
 
 
 async def demand(api: Api, image: str, config_map: str, like: JSON, *, run: str) -> None:

@@ -700,6 +700,26 @@ def test_what_a_killed_trial_of_a_policy_left_is_reaped(tmp_path: Path) -> None:
     run(tmp_path, body)
 
 
+@pytest.mark.parametrize("impatient", [False, True])
+def test_a_trial_of_a_policy_that_is_cancelled_leaves_no_pod(tmp_path: Path, impatient: bool) -> None:
+    async def body(w: World) -> None:
+        api, pods = await w.client(), f"{Pods.CORE}/pods"
+        trial = asyncio.create_task(policy.enforced(api, "i", "c"))
+        while not any(name.endswith("-listens") for name in w.api.objects.get(pods, {})):
+            await asyncio.sleep(0.01)
+        w.api.rule("DELETE", "", times=99, late_s=0.05)
+        trial.cancel()
+        while impatient and not trial.done():
+            await asyncio.sleep(0.005)
+            trial.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await trial
+        assert not w.api.objects[pods]
+        await api.close()
+
+    run(tmp_path, body)
+
+
 @pytest.mark.parametrize("ahead_s", [-3600.0, 3600.0])
 def test_a_machine_whose_clock_is_wrong_is_not_taken_for_dead(tmp_path: Path, ahead_s: float) -> None:
     async def body(w: World) -> None:
