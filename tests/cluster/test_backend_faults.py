@@ -50,8 +50,18 @@ def nothing_left(cluster: Cluster, namespace: str) -> Iterator[Callable[[], None
         f"/apis/coordination.k8s.io/v1/namespaces/{namespace}/leases",
     )
 
+    def left() -> list[str]:
+        return [
+            f"{kind.rpartition('/')[2]} {one['metadata']['name']}, deletion {one['metadata'].get('deletionTimestamp')}"
+            for kind in kinds
+            for one in kube.items(kind)
+        ]
+
     def check() -> None:
-        until("nothing is left", lambda: not any(kube.items(kind) for kind in kinds), 60)
+        try:
+            until("nothing is left", lambda: not left(), 60)
+        except TimeoutError:
+            raise AssertionError(f"left after 60 s: {left()}") from None
 
     return check  # type: ignore[return-value]
 
