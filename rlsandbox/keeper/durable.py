@@ -15,17 +15,15 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Awaitable, Callable
-from enum import IntEnum
 from typing import Any, Protocol
 
 from ..errors import SandboxDiedError, SandboxError
 from .frames import Fields, encode_fields
 from .pairing import Pair
+from .records import MAX_RECORD, Kind, Outbox, record, take
 from .wire import VERSION, Tag
 
-HEAD = struct.Struct("<IB3xQ")
 _U32 = struct.Struct("<I")
-MAX_RECORD = 32768
 CONFIRM_AT = 64 << 10
 HIGH, LOW = 1 << 20, 256 << 10
 PING_S = 10.0
@@ -41,20 +39,6 @@ KEEP_S = 3600
 """What a keeper is told to wait then; half of it later it is told again."""
 _KEEP = _U32.pack(KEEP_S)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 3.0
-
-
-class Kind(IntEnum):
-    """Records, as in ``src/link.h``."""
-
-    ATTACH = 1
-    ATTACHED = 2
-    REFUSED = 3
-    BYTES = 4
-    CONFIRM = 5
-    PING = 6
-    PONG = 7
-    LEAVE = 8
-    ENDED = 9
 
 
 class Raw(Protocol):
@@ -77,10 +61,6 @@ class _CutError(Exception):
 
 class _RestError(Exception):
     """The transport was left by us, until it is needed again."""
-
-
-def record(kind: int, payload: bytes, confirmed: int) -> bytes:
-    return HEAD.pack(len(payload), kind, confirmed) + payload
 
 
 class Durable(asyncio.Transport):
@@ -112,11 +92,7 @@ class Durable(asyncio.Transport):
         self._loop = asyncio.get_running_loop()
         self._protocol: Any = None
         self._got = self._told = 0
-        self._base = self._sent = self._end = 0
-        self._kept: deque[bytes] = deque()
-        """Records' payloads from ``_base`` to ``_end``; each was or will be one record."""
-        self._unsent = 0
-        """How many of them, from the right, have not been sent on this transport."""
+        self._out = Outbox()
         self._control: deque[tuple[int, bytes]] = deque()
         self._wake = asyncio.Event()
         self._may_read = asyncio.Event()
@@ -200,19 +176,15 @@ class Durable(asyncio.Transport):
         return False
 
     def get_write_buffer_size(self) -> int:
-        return self._end - self._sent
+        return self._out.end - self._out.sent
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._closing:
             return
-        whole = bytes(data)
-        for at in range(0, len(whole), MAX_RECORD):
-            self._kept.append(whole[at : at + MAX_RECORD])
-            self._unsent += 1
-        self._end += len(whole)
+        self._out.put(bytes(data))
         self._used = self._loop.time()
         self._wake.set()
-        if not self._paused and self._end - self._base > HIGH:
+        if not self._paused and self._out.size > HIGH:
             self._paused = True
             self._protocol.pause_writing()
 
@@ -260,7 +232,7 @@ class Durable(asyncio.Transport):
             await asyncio.wait({self._task})
 
     def _lost(self, error: BaseException | None) -> None:
-        self._kept.clear()
+        self._out.clear()
         for end in self._pair or ():
             end.close()
         protocol, self._protocol = self._protocol, None
@@ -300,7 +272,7 @@ class Durable(asyncio.Transport):
         self.resting = True
         try:
             async with asyncio.timeout(KEEP_S / 2):
-                while not self._kept:
+                while not self._out:
                     self._wake.clear()
                     await self._wake.wait()
         except TimeoutError:
@@ -341,7 +313,7 @@ class Durable(asyncio.Transport):
             hello = {"version": VERSION, "token": self._token, "kind": self._session, "offset": self._got}
             await raw.send(record(Kind.ATTACH, encode_fields(hello), 0))
             buffer = bytearray()
-            while (whole := _take(buffer)) is None:
+            while (whole := take(buffer)) is None:
                 piece = await raw.recv()
                 if not piece:
                     raise _CutError(raw.why or "the stream ended")
@@ -363,11 +335,10 @@ class Durable(asyncio.Transport):
 
     def _attached(self, fields: Fields) -> None:
         taken = fields.int(Tag.OFFSET)
-        if not self._base <= taken <= self._end:
-            raise SandboxDiedError(f"its keeper took {taken} bytes of {self._base} to {self._end}")
-        self._confirmed(taken)
-        self._sent = self._base
-        self._unsent = len(self._kept)
+        if not self._out.base <= taken <= self._out.end:
+            raise SandboxDiedError(f"its keeper took {taken} bytes of {self._out.base} to {self._out.end}")
+        self._out.rewind(taken)
+        self._resume_writing()
         self._control.clear()
         self._told = self._got
         self._heard = self._attached_at = self._loop.time()
@@ -377,17 +348,8 @@ class Durable(asyncio.Transport):
         self.env = {name: value for name, _, value in (text.partition("=") for text in fields.texts(Tag.ENV))}
         self._wake.set()
 
-    def _confirmed(self, to: int) -> None:
-        """The other side has all up to here. A record may have been taken in part: the rest stays."""
-        while self._base < to:
-            first = self._kept[0]
-            step = min(len(first), to - self._base)
-            if step == len(first):
-                self._kept.popleft()
-            else:
-                self._kept[0] = first[step:]
-            self._base += step
-        if self._paused and self._end - self._base < LOW:
+    def _resume_writing(self) -> None:
+        if self._paused and self._out.size < LOW:
             self._paused = False
             if self._protocol is not None:
                 self._protocol.resume_writing()
@@ -426,7 +388,7 @@ class Durable(asyncio.Transport):
     def _may_rest(self) -> bool:
         """Whether all that was said has arrived, and nobody waits for an answer."""
         return (
-            not self._kept
+            not self._out
             and self._loop.time() - self._used >= REST_S
             and not getattr(self._protocol, "waited_for", True)
             and self._rest_allowed()
@@ -436,22 +398,16 @@ class Durable(asyncio.Transport):
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while self._control or self._unsent or self._got - self._told >= CONFIRM_AT:
+            while self._control or self._out.unsent or self._got - self._told >= CONFIRM_AT:
                 out = []
                 leave = False
                 while self._control:
                     kind, payload = self._control.popleft()
-                    if kind == Kind.LEAVE and self._unsent:
+                    if kind == Kind.LEAVE and self._out.unsent:
                         continue  # it is needed again
                     leave = leave or kind == Kind.LEAVE
                     out.append(record(kind, payload, self._got))
-                size = 0
-                while self._unsent and size < MAX_RECORD:
-                    payload = self._kept[len(self._kept) - self._unsent]
-                    self._unsent -= 1
-                    self._sent += len(payload)
-                    size += len(payload)
-                    out.append(record(Kind.BYTES, payload, self._got))
+                out += (record(Kind.BYTES, payload, self._got) for payload in self._out.pop(MAX_RECORD))
                 if not out:
                     out.append(record(Kind.CONFIRM, b"", self._got))
                 self._told = self._got
@@ -462,7 +418,7 @@ class Durable(asyncio.Transport):
     async def _read(self, raw: Raw) -> None:
         buffer, self._rest = self._rest, bytearray()
         while True:
-            while (whole := _take(buffer)) is not None:
+            while (whole := take(buffer)) is not None:
                 self._take_in(*whole)
             if not self._may_read.is_set():
                 await self._may_read.wait()
@@ -473,9 +429,10 @@ class Durable(asyncio.Transport):
             buffer += piece
 
     def _take_in(self, kind: int, confirmed: int, payload: bytes) -> None:
-        if not confirmed <= self._sent:
+        if not confirmed <= self._out.sent:
             raise SandboxDiedError("its keeper broke the protocol: it confirmed what was not sent")
-        self._confirmed(max(confirmed, self._base))
+        self._out.confirm(confirmed)
+        self._resume_writing()
         if kind == Kind.BYTES:
             self._got += len(payload)
             self._used = self._loop.time()
@@ -490,17 +447,3 @@ class Durable(asyncio.Transport):
             raise SandboxDiedError(fields.text(Tag.TEXT), kind=fields.text(Tag.KIND) or "ended")
         elif kind not in (Kind.CONFIRM, Kind.PONG):
             raise SandboxDiedError(f"its keeper broke the protocol: record {kind}")
-
-
-def _take(buffer: bytearray) -> tuple[int, int, bytes] | None:
-    """The first whole record, taken off."""
-    if len(buffer) < HEAD.size:
-        return None
-    length, kind, confirmed = HEAD.unpack_from(buffer)
-    if length > MAX_RECORD:
-        raise SandboxDiedError(f"its keeper broke the protocol: a record of {length} bytes")
-    if len(buffer) < HEAD.size + length:
-        return None
-    payload = bytes(buffer[HEAD.size : HEAD.size + length])
-    del buffer[: HEAD.size + length]
-    return kind, confirmed, payload

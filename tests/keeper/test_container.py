@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from rlsandbox.errors import SandboxDiedError
-from rlsandbox.keeper import durable
+from rlsandbox.keeper import durable, records
 from rlsandbox.keeper.client import KeeperClient
 from rlsandbox.keeper.durable import Durable, Raw
 from rlsandbox.reset.facts import Facts
@@ -266,10 +266,10 @@ def test_only_who_came_first_may_come_again() -> None:
     [
         b"\xff" * 64,
         struct.pack("<IB3xQ", 40000, 1, 0),
-        durable.record(durable.Kind.BYTES, b"x" * 100, 0),
-        durable.record(durable.Kind.ATTACH, b"\x01", 0),
-        durable.record(durable.Kind.ATTACH, b"", 1 << 63),
-        durable.record(99, b"", 0),
+        records.record(records.Kind.BYTES, b"x" * 100, 0),
+        records.record(records.Kind.ATTACH, b"\x01", 0),
+        records.record(records.Kind.ATTACH, b"", 1 << 63),
+        records.record(99, b"", 0),
     ],
 )
 def test_what_makes_no_sense_ends_its_stream_only(bytes_: bytes) -> None:

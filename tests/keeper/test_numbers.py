@@ -8,7 +8,7 @@ from enum import IntEnum, IntFlag
 import pytest
 from rawclient import SRC
 
-from rlsandbox.keeper import durable, wire
+from rlsandbox.keeper import records, wire
 
 HEADER = (SRC / "protocol.h").read_text()
 
@@ -33,5 +33,5 @@ def test_same_sizes() -> None:
 
 def test_same_records_of_links() -> None:
     said = re.findall(r"\bL_(\w+) = (\d+),", (SRC / "link.h").read_text())
-    assert {name: int(value) for name, value in said} == {kind.name: int(kind) for kind in durable.Kind}
-    assert f"LINK_MAX = {durable.MAX_RECORD}," in (SRC / "link.h").read_text()
+    assert {name: int(value) for name, value in said} == {kind.name: int(kind) for kind in records.Kind}
+    assert f"LINK_MAX = {records.MAX_RECORD}," in (SRC / "link.h").read_text()

@@ -10,8 +10,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from rlsandbox.keeper.durable import HEAD, Kind, record
 from rlsandbox.keeper.frames import Decoder, Fields, encode, encode_data, encode_fields, encode_message
+from rlsandbox.keeper.records import HEAD, Kind, record
 from rlsandbox.keeper.wire import VERSION, Op, Tag, Type
 from tests.support.fake_keeper import CLEAN
 
