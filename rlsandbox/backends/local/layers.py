@@ -338,7 +338,11 @@ class Unpacker:
     # Deletions
 
     def _whiteouts(self, members: Sequence[tarfile.TarInfo]) -> list[tuple[str, list[str], str]]:
-        """(member, parent's parts, deleted name or "" for all that is below) of every deletion."""
+        """(member, parent's parts, deleted name or "" for all that is below) of each deletion that says anything.
+
+        Builders write one for every file of a directory that goes, and one for the directory. What lies below
+        something deleted is gone already: a mark of its own would bring back the directories that it is in.
+        """
         found: list[tuple[str, list[str], str]] = []
         for info in members:
             if _WH not in info.name:
@@ -354,7 +358,14 @@ class Unpacker:
             elif name in ("", ".", ".."):
                 raise self._hostile(info.name, "it deletes nothing that can be named")
             found.append((info.name, parts[:-1], name))
-        return found
+        named = {(*parts, name) for _, parts, name in found if name}
+        emptied = {tuple(parts) for _, parts, name in found if not name}
+
+        def said_above(parts: Sequence[str], name: str) -> bool:
+            above = [tuple(parts[:depth]) for depth in range(len(parts) + 1)]
+            return any(path in named or (path in emptied and (name or path != above[-1])) for path in above)
+
+        return [deletion for deletion in found if not said_above(*deletion[1:])]
 
     def _carry_out(self, whiteouts: list[tuple[str, list[str], str]]) -> None:
         """Form apply: delete, before anything of this layer is there."""

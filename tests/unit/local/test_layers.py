@@ -135,15 +135,29 @@ LAYERS = [
         f("opt/x/2"),
         d("gone/deep"),
         f("gone/deep/f"),
+        *(
+            d("went/deep"),
+            f("went/deep/f"),
+            f("went/g"),
+            d("bare/deep"),
+            f("bare/deep/f"),
+            d("twice"),
+            f("twice/f"),
+        ),
     ],
     [f("etc/.wh.a"), f("etc/c", "3"), d("opt/x"), f("opt/x/.wh..wh..opq"), f("opt/x/3"), f(".wh.gone")],
     [f("etc/a", "again", 0o600), f("opt/.wh.x"), d("opt/x", 0o700), f("opt/x/4"), d("gone"), f("gone/new")],
     [f("etc/.wh.b"), f("etc/b", "replaced"), f("opt/y", "file"), link("gone/link", "new")],
     [f("opt/.wh.y"), d("opt/y"), f("opt/y/inside"), f("gone/.wh.nothing")],
+    # Some builders delete all that lies in a directory, and the directory.
+    [
+        *(f("went/deep/.wh.f"), f("went/.wh.deep"), f("went/.wh.g"), f(".wh.went")),
+        *(f("bare/deep/.wh.f"), f("bare/.wh..wh..opq"), f(".wh.twice"), f("twice/.wh..wh..opq")),
+    ],
 ]
 MERGED = {
     *("etc", "etc/a", "etc/b", "etc/c", "opt", "opt/x", "opt/x/4", "opt/y", "opt/y/inside"),
-    *("gone", "gone/new", "gone/link"),
+    *("gone", "gone/new", "gone/link", "bare"),
 }
 
 
@@ -156,13 +170,23 @@ def test_deletions_carried_out(tmp_path: Path) -> None:
 
 def test_deletions_marked_for_overlayfs(tmp_path: Path) -> None:
     layers = unpack(tmp_path, *LAYERS)
-    assert is_whiteout((layers[3] / "etc/a").lstat())
-    assert os.getxattr(layers[3] / "opt/x", OPAQUE) == b"y"
-    assert os.getxattr(layers[2] / "opt/x", OPAQUE) == b"y", "deleted and made anew in one layer"
-    assert not is_whiteout((layers[1] / "etc/b").lstat()), "a deletion never hits its own layer"
+    assert is_whiteout((layers[-2] / "etc/a").lstat())
+    assert os.getxattr(layers[-2] / "opt/x", OPAQUE) == b"y"
+    assert os.getxattr(layers[-3] / "opt/x", OPAQUE) == b"y", "deleted and made anew in one layer"
+    assert not is_whiteout((layers[-4] / "etc/b").lstat()), "a deletion never hits its own layer"
     view = View([str(path) for path in layers])
     assert {path for path in MERGED if view.find(path.split("/"))} == MERGED
-    for path in ("opt/x/1", "opt/x/3", "gone/deep", "gone/deep/f", "etc/a/b", "etc/nothing"):
+    for path in (
+        "opt/x/1",
+        "opt/x/3",
+        "gone/deep",
+        "gone/deep/f",
+        "went",
+        "twice",
+        "bare/deep",
+        "etc/a/b",
+        "etc/nothing",
+    ):
         assert view.find(path.split("/")) is None, path
 
 
