@@ -306,6 +306,10 @@ class SandboxBase(Live):
         if not who:
             raise ConfigError("user must be a name, a uid or uid:gid, not an empty text")
         name, _, group = who.partition(":")
+        name = (
+            name or "root"
+        )  # as images and container runtimes have it: "1000:" is 1000, ":5" is root in group 5
+        who = f"{name}:{group}" if group else name
         if self.one_uid and (name not in self._only or (group not in ("", "0") and "0" in self._only)):
             here = self._only[0] in ("root", "0")
             raise UnsupportedError(

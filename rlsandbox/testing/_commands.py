@@ -278,6 +278,7 @@ class Commands(Fixtures):
         uid = sandbox.run("id -u; echo $HOME", user=self.other_user).stdout.split()[0]
         assert uid not in ("", "0")
         assert sandbox.run("id -u", user=uid).stdout.strip() == uid
+        assert sandbox.run("id -u", user=f"{uid}:").stdout.strip() == uid  # as images have it
         with pytest.raises(errors.CommandStartError, match="could not be started"):
             sandbox.run("true", user="no-such-user")
 

@@ -94,7 +94,7 @@ async def test_layers_are_shared_between_images_and_unpacked_once(tmp_path: Path
 
 async def test_empty_layers_cost_no_lower_directory(tmp_path: Path, images: Images) -> None:
     empty = layer([])
-    image = await images.get(str(docker_archive(tmp_path / "i.tar", [empty, *small(), empty])))
+    image = await images.get(str(docker_archive(tmp_path / "i.tar", [empty, *small(), b"", empty])))
     assert len(image.lowers) == 1
     image = await images.get(str(docker_archive(tmp_path / "none.tar", [])))
     assert [os.listdir(lower) for lower in image.lowers] == [[]]

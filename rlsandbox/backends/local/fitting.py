@@ -23,9 +23,12 @@ _GROUP = "root:x:0:\nnogroup:x:65534:\n"
 
 
 def plan(
-    lowers: Sequence[str], points: Sequence[tuple[str, str]], network: str, *, whole: bool
+    lowers: Sequence[str], points: Sequence[tuple[str, str]], network: str, *, whole: bool, workdir: str = ""
 ) -> tuple[list[Item], dict[str, str]]:
-    """The items of the top layer, and for each of *points* the path at which it has to be mounted."""
+    """The items of the top layer, and for each of *points* the path at which it has to be mounted.
+
+    *workdir*: of the image, made where its layers have none, as container runtimes do.
+    """
     fit = _Fit(View(lowers))
     if whole:
         for path, mode in _MOUNTS.items():
@@ -36,6 +39,8 @@ def plan(
             fit.file(item.path, item.content, instead=True)
         fit.file("etc/passwd", _PASSWD)
         fit.file("etc/group", _GROUP)
+    if workdir:
+        fit.workdir(workdir)
     targets = {path: fit.point(path, kind) for path, kind in points}
     return sorted(fit.items.values(), key=lambda item: item.path), targets
 
@@ -57,6 +62,17 @@ class _Fit:
         if instead or self._find(where) is None:
             self._parents(where)
             self.items[where] = Item(where, "f", content=text)
+
+    def workdir(self, path: str) -> None:
+        """What cannot be made is left: commands say what is wrong with it."""
+        try:
+            where = self._resolve(path, follow=True)
+            parts = where.split("/")
+            above = [self._find("/".join(parts[:depth])) for depth in range(1, len(parts) + 1)]
+        except (ProvisionError, OSError):  # links in a circle, names that no filesystem has
+            return
+        if all(found is None or found.is_dir for found in above):
+            self.directory(where, 0o755)
 
     def point(self, path: str, kind: str) -> str:
         where = self._resolve(path, follow=True)

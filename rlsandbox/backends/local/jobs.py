@@ -29,6 +29,9 @@ _DOING = {
     "image": "unpacking the image", "remove": "removing files", "host": "making the host's base",
     "fit": "fitting the image",
 }  # fmt: skip
+UNPACKING = (
+    2  # one more whenever another tree comes out of the same layers: what older code unpacked is left alone
+)
 MAX_LOWERS = 16  # of one image: every lookup that misses asks each of them
 
 
@@ -128,7 +131,7 @@ def image(*, path: str, ref: str | None, machine: str, cache: str, key: str, own
     with scratch(top) as place, archive.open_store(Path(path), place) as store, ExitStack() as locks:
         info = manifest.read_info(store, path, ref, machine)
         form = "overlay" if _overlay_marks(place) else "apply"
-        home = top / "layers" / f"{key}-{form}"
+        home = top / "layers" / f"{key}-{form}-{UNPACKING}"
         chains = manifest.chain_ids(info.layers)
         lowers: list[str] = []
         made: list[tuple[Path, Path]] = []
@@ -241,9 +244,11 @@ def fit(
     points: list[list[str]],
     network: str,
     whole: bool,
+    workdir: str = "",
 ) -> dict[str, Any]:
     """A top layer with the mount *points* [path, kind] for *lowers*; *whole*: and what any root needs."""
-    items, targets = fitting.plan(lowers, [(path, kind) for path, kind in points], network, whole=whole)
+    shown = [(path, kind) for path, kind in points]
+    items, targets = fitting.plan(lowers, shown, network, whole=whole, workdir=workdir)
     if not items:
         return {"lowers": lowers, "targets": targets}
     digest = hashlib.sha256(repr((fitting.VERSION, items)).encode()).hexdigest()[:32]

@@ -83,6 +83,8 @@ class Unpacker:
         Raises:
             ImageError: a member is hostile, or the tar is malformed; it names the member.
         """
+        if not layer.stat().st_size:  # without even the blocks that end an archive: nothing is in it
+            return
         with open_tar(layer, self._shown) as tar, open(layer, "rb") as data:
             members = tar.getmembers()
             whiteouts = self._whiteouts(members)
@@ -338,7 +340,7 @@ class Unpacker:
     # Deletions
 
     def _whiteouts(self, members: Sequence[tarfile.TarInfo]) -> list[tuple[str, list[str], str]]:
-        """(member, parent's parts, deleted name or "" for all that is below) of each deletion that says anything.
+        """(member, parent's parts, deleted name or "" for all that is below) of each deletion that tells.
 
         Builders write one for every file of a directory that goes, and one for the directory. What lies below
         something deleted is gone already: a mark of its own would bring back the directories that it is in.

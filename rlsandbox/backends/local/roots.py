@@ -87,7 +87,7 @@ class Roots:
             facts = {
                 "base": "image",
                 "base.digest": image.digest,
-                "workdir": image.workdir or "/",
+                "workdir": os.path.join("/", image.workdir),
                 # With one id there is nobody but root to be.
                 "user": image.user if self._ids.kind != "one" else "",
                 "entrypoint": shlex.join(image.entrypoint),
@@ -95,9 +95,8 @@ class Roots:
         hidden = tuple(target for target, _ in overlays)
         points = [[target, _kind(source)] for target, source in binds if not _inside(target, hidden)]
         if points or image is not None:
-            data = await self._work(
-                "fit", lowers=lowers, points=points, network=spec.network, whole=image is not None
-            )
+            fit = {"lowers": lowers, "points": points, "network": spec.network, "whole": image is not None}
+            data = await self._work("fit", **fit, workdir=facts["workdir"] if image is not None else "")
             lowers = data["lowers"]
             binds = [(data["targets"].get(target, target), source) for target, source in binds]
         if PYTHON in spec.expose:

@@ -155,6 +155,32 @@ def test_an_image_gets_what_every_root_needs_and_no_link_leads_it_astray(tmp_pat
     assert (out / "data/home/x/file").is_file()
 
 
+@pytest.mark.parametrize(
+    ("workdir", "made"),
+    [
+        ("/srv/app/", "srv/app"),
+        ("/there/x", "real/x"),
+        ("/nowhere/x", "gone/x"),
+        ("/real", None),
+        ("/file", None),  # what cannot be made is for the command to say
+        ("/file/x", None),
+        ("/loop/x", None),
+        ("/" + "n" * 256, None),
+    ],
+)
+def test_an_images_workdir_is_made_where_it_has_none(tmp_path: Path, workdir: str, made: str | None) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "there").symlink_to("/real")
+    (tmp_path / "nowhere").symlink_to("/gone")
+    (tmp_path / "loop").symlink_to("loop")
+    plain, _ = fitting.plan([str(tmp_path)], [], "none", whole=True)
+    items, _ = fitting.plan([str(tmp_path)], [], "none", whole=True, workdir=workdir)
+    new = {item.path: (item.kind, item.mode) for item in items if item not in plain}
+    assert new.get(made or "") == (("d", 0o755) if made else None)
+    assert bool(new) == (made is not None)
+
+
 def test_a_point_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "etc").write_text("a file")
     with pytest.raises(ProvisionError, match="something of another kind"):

@@ -111,6 +111,19 @@ async def test_what_is_asked_for() -> None:
     await closed(sandbox)
 
 
+@pytest.mark.parametrize(
+    ("user", "sent"), [("joe:", "joe"), ("7:", "7"), (":5", "root:5"), (":", "root"), ("joe:dev", "joe:dev")]
+)
+async def test_half_of_a_user_and_group_is_what_container_runtimes_take_it_for(user: str, sent: str) -> None:
+    sandbox, peer, _ = await made(facts={"user": user})
+    run = asyncio.create_task(sandbox.run("x"))
+    channel, fields = await asked(peer)
+    assert fields.text(Tag.USER) == sent
+    await peer.say(Type.EXIT, channel, status=0)
+    await run
+    await closed(sandbox)
+
+
 async def test_no_deadline_is_invented() -> None:
     sandbox, peer, _ = await made()
     run = asyncio.create_task(sandbox.run("x"))
