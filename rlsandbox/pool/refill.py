@@ -16,6 +16,7 @@ from random import Random
 _RECOVER_PER_S = 0.1  # of the full rate: ten seconds without a throttle restore all of it
 _FLOOR = 0.05
 _FORGET_S = 60.0
+_LONGEST_PAUSE_S = 300.0  # whatever it says: some say "inf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,8 @@ class TokenBucket:
                 self._factor = max(_FLOOR, self._factor / 2)
             self._throttled_at = now
         if retry_after is not None:
-            self.paused_until = max(self.paused_until, now + max(0.0, retry_after))
+            pause = min(max(0.0, retry_after), _LONGEST_PAUSE_S)
+            self.paused_until = max(self.paused_until, now + pause)
 
     @property
     def current_rate(self) -> float | None:

@@ -38,6 +38,7 @@ PAGE = 500
 _APPLY = "application/apply-patch+yaml"
 _MERGE = "application/merge-patch+json"
 _FIRST_S, _LONGEST_S = 0.2, 8.0
+_LONGEST_PAUSE_S = 30.0
 _SAME_CLOCK_S = 2.0
 _RENEWALS = 2
 """Of the credentials, for one request: others may have had them renewed while it was on its way."""
@@ -259,9 +260,16 @@ class Api:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + limit
         delay, renewals = _FIRST_S, 0
+        failure: SandboxError = ApiError(
+            f"{self.where} was not asked: others' writes were waited for for {limit:g} s", retryable=True
+        )
         while True:
             if method != "GET":
-                await self._bucket.take()
+                try:
+                    async with asyncio.timeout(max(0.0, deadline - loop.time())):
+                        await self._bucket.take()
+                except TimeoutError:
+                    raise failure from None
             left = deadline - loop.time()
             wait: float
             used = self._credentials.number
@@ -272,7 +280,7 @@ class Api:
                 status = response.status
             except (aiohttp.ClientError, TimeoutError, OSError) as error:
                 said = _one_line(error) or type(error).__name__
-                failure: SandboxError = Unreachable(f"no answer from the API server of {self.where}: {said}")
+                failure = Unreachable(f"no answer from the API server of {self.where}: {said}")
                 wait = random.uniform(0, delay)
             else:
                 if status < 300:
@@ -424,8 +432,9 @@ def _error(status: int, text: bytes, where: str) -> SandboxError:
 
 
 def _seconds(text: str | None) -> float | None:
+    """Of a Retry-After, but not more than a pool can stand still: then the server is asked again."""
     try:
-        return max(0.0, float(text)) if text else None
+        return min(max(0.0, float(text)), _LONGEST_PAUSE_S) if text else None
     except ValueError:
         return None
 

@@ -135,7 +135,10 @@ def end_of_pod(pod: JSON) -> SandboxDiedError | None:
             )  # fmt: skip
     if status.get("reason") == "Evicted" or condition(pod, "DisruptionTarget").get("status") == "True":
         target = condition(pod, "DisruptionTarget")
-        lost = target.get("reason") in ("DeletionByTaintManager", "DeletionByPodGC")
+        # Taints drive pods from lost nodes (whose pods are not Ready), and from any that somebody gave one.
+        driven = target.get("reason") == "DeletionByTaintManager"
+        lost = driven and condition(pod, "Ready").get("status") != "True"
+        lost = lost or target.get("reason") == "DeletionByPodGC"
         said = " ".join((target.get("message") or status.get("message") or "").split())
         return SandboxDiedError(
             f"its pod was {'lost with its node' if lost else 'evicted'}{where}: {said or 'no reason given'}",

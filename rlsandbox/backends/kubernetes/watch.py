@@ -24,6 +24,8 @@ log = logging.getLogger("rlsandbox.kubernetes")
 PAGE = 500
 OPEN_S = 240
 """How long the server is asked to keep a watch; it opens again with the version reached."""
+SHORT_S = 5.0
+"""A watch that ends sooner, and told nothing, did not end because its time was over."""
 _FIRST_S, _LONGEST_S = 0.2, 10.0
 
 Changed = Callable[[str, JSON], object]
@@ -106,25 +108,32 @@ class Watch:
         self._version = page.get("metadata", {}).get("resourceVersion")
 
     async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
         delay = _FIRST_S
         while True:
+            began, heard = now(), False
             try:
                 if self._version is None:
                     await self._list()
                 async for event in self._events():
-                    delay = _FIRST_S
+                    heard = True
                     self._event(event)
-                continue  # ended as was asked for
             except ApiError as error:
                 if error.status == 410:
                     self._version = None  # too old: list again
-                    continue
                 log.debug("watch of %s: %s", self.path, error)
             except (SandboxError, aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 log.debug("watch of %s: %s: %s", self.path, type(error).__name__, error)
             except Exception:  # an error of ours may not end the watch for everybody
                 log.exception("watch of %s: an error of rlsandbox itself", self.path)
                 self._version = None
+            else:
+                if heard or now() - began > SHORT_S:
+                    delay = _FIRST_S
+                    continue  # ended as was asked for
+            # (One that a proxy ends at once without a word is not opened 500 times a second.)
+            if heard:
+                delay = _FIRST_S
             await asyncio.sleep(random.uniform(0, delay))
             delay = min(delay * 2, _LONGEST_S)
 
@@ -168,6 +177,8 @@ class Watch:
         before = self.store.get(name)
         if before is not None and not _newer(item, before):
             return
+        if before is not None and before["metadata"].get("uid") != item["metadata"].get("uid"):
+            self._gone(before)  # while nobody looked: this is another of the same name
         self.store[name] = item
         self._changed("set", item)
 

@@ -17,7 +17,9 @@ from rlsandbox import errors
 from rlsandbox.spec import Spec
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
-from rlsandbox.backends.kubernetes import Kubernetes, policy
+from aiohttp import web
+
+from rlsandbox.backends.kubernetes import Kubernetes, failures, policy
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import YOUNG_S, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.watch import Watch, slim
@@ -327,6 +329,23 @@ def waiting(reason: str, message: str) -> JSON:
 
 
 @pytest.mark.parametrize(
+    ("reason", "ready", "kind"),
+    [
+        ("DeletionByPodGC", "True", "node_lost"),
+        ("DeletionByTaintManager", "False", "node_lost"),
+        ("DeletionByTaintManager", "True", "evicted"),  # by a taint that somebody gave a node that is well
+        ("EvictionByEvictionAPI", "True", "evicted"),
+        ("PreemptionByScheduler", "True", "evicted"),
+    ],
+)
+def test_whether_a_pod_was_lost_with_its_node(reason: str, ready: str, kind: str) -> None:
+    rows = [("DisruptionTarget", "True", reason), ("Ready", ready, "")]
+    conditions = [{"type": what, "status": status, "reason": why} for what, status, why in rows]
+    died = failures.end_of_pod({"metadata": {"name": "p"}, "status": {"conditions": conditions}})
+    assert died is not None and (died.kind, died.retryable) == (kind, True)
+
+
+@pytest.mark.parametrize(
     ("status", "error", "kind", "retryable"),
     [
         (waiting("ErrImagePull", "manifest unknown: not found"), errors.ImageError, "image_not_found", False),
@@ -339,10 +358,6 @@ def waiting(reason: str, message: str) -> JSON:
             errors.ProvisionError, "container_start", True,
         ),
         ({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}, errors.ProvisionError, "evicted", True),
-        (
-            {"phase": "Failed", "conditions": [{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}]},
-            errors.ProvisionError, "node_lost", True,
-        ),
         (
             {"phase": "Failed", "containerStatuses": [{"state": {"terminated": {"exitCode": 1, "message": "cannot hold SYS_ADMIN over the node: x"}}}]},
             errors.ProvisionError, "keeper_start", False,
@@ -739,6 +754,92 @@ def test_a_machine_whose_clock_is_wrong_is_not_taken_for_dead(tmp_path: Path, ah
         assert 1700 < (ends - now).total_seconds() <= 1801
         await api.close()
         await live.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("told", ["3600", "inf", "1e308"])
+def test_a_server_that_says_never_again_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: str
+) -> None:
+    """And a request whose turn does not come in its own time ends, instead of waiting behind the others."""
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.api._LONGEST_PAUSE_S", 0.4)
+    # The longest that the pause, drawn at random, may be.
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.api.random.uniform", lambda low, high: high)
+
+    async def body(w: World) -> None:
+        api = await w.client()
+        w.api.rule("POST", "/pods", status=429, times=1, headers={"Retry-After": told})
+        with pytest.raises(errors.ThrottledError) as caught:
+            await api.create(PODS, {"metadata": {"name": "a"}}, throttle=True)
+        assert caught.value.retry_after == 0.4
+        with pytest.raises(ApiError, match=r"not asked: .* for 0.1 s") as late:
+            await api.delete(f"{PODS}/a", limit=0.1)
+        assert late.value.retryable
+        assert not await api.delete(f"{PODS}/a", limit=10)
+        await api.close()
+
+    run(tmp_path, body)
+
+
+def test_another_object_of_the_same_name_is_another(tmp_path: Path) -> None:
+    """agent-sandbox makes pods that were deleted anew under their names; a list after a gap shows only these."""
+
+    async def body(w: World) -> None:
+        leases = f"{Pods.CORE}/leases"  # what the double of a controller does not act on
+        api, told = await w.client(), list[tuple[str, str]]()
+        watch = Watch(
+            api, leases, selector="", changed=lambda kind, pod: told.append((kind, pod["metadata"]["uid"]))
+        )
+        for _ in range(2):
+            w.api.drop(leases, "a")
+            w.api.put(leases, {"metadata": {"name": "a"}})
+            await watch._list()
+        assert [kind for kind, _ in told] == ["set", "gone", "set"]
+        assert told[0][1] == told[1][1] != told[2][1]
+        await api.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("how", ["gone", "nothing"])
+def test_a_watch_that_never_tells_anything_is_not_opened_all_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A server whose watches are always too old; a proxy that ends each answer at once."""
+    delays: list[float] = []
+    monkeypatch.setattr(
+        "rlsandbox.backends.kubernetes.watch.random.uniform", lambda low, high: delays.append(high) or 0.0
+    )
+
+    async def body(w: World) -> None:
+        api = await w.client()
+        serve = w.api._watch
+
+        async def ends(request: web.Request, cut: int | None) -> web.StreamResponse:
+            if how == "gone":
+                return web.json_response({"code": 410}, status=410)
+            response = web.StreamResponse()
+            await response.prepare(request)
+            return response
+
+        monkeypatch.setattr(w.api, "_watch", ends)
+        watch = Watch(api, PODS, selector="", changed=lambda *_: None)
+        await watch.start()
+        await until(lambda: len(delays) >= 8)
+        assert delays[:8] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+        monkeypatch.setattr(w.api, "_watch", serve)
+        w.api.put(PODS, {"metadata": {"name": "a"}, "status": {}})
+        await until(lambda: "a" in watch.store)  # nothing was missed
+        del delays[:]
+        w.api.put(PODS, {"metadata": {"name": "b"}, "status": {}})
+        await until(lambda: "b" in watch.store)
+        w.api.rule("GET", "watch=1", status=503)
+        w.api.cut_watches()
+        await until(lambda: bool(delays))
+        assert delays[0] == 0.2  # one that told something: the first wait again
+        await watch.close()
+        await api.close()
 
     run(tmp_path, body)
 
