@@ -224,7 +224,10 @@ class _Splitter:
 
     def _body(self, piece: bytes) -> None:
         if self._blob is not None:
-            self._blob.write(piece)
+            if piece.count(0) == len(piece):
+                self._blob.seek(len(piece), os.SEEK_CUR)  # a hole, as it may well have been
+            else:
+                self._blob.write(piece)
             self._hash.update(piece)
             if not self._left:
                 self._blob_ends()
@@ -240,6 +243,7 @@ class _Splitter:
     def _blob_ends(self) -> None:
         blob, self._blob = self._blob, None
         assert blob is not None
+        blob.truncate(self._size)
         blob.close()
         digest = self._hash.digest()
         try:

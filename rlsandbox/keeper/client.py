@@ -140,8 +140,12 @@ class KeeperClient(Connection):
             if not channel.ended:
                 await channel.cancelled(CANCEL_GRACE_S)
 
-    async def bring_layer(self, layer: str, source: KeeperClient) -> int:
+    async def bring_layer(
+        self, layer: str, source: KeeperClient, arriving: Callable[[], object] = lambda: None
+    ) -> int:
         """Bring a sealed layer here from another keeper, by way of us; its bytes. Ends the episode.
+
+        *arriving* is called as more of it is on its way.
 
         Raises:
             SandboxError: *source* could not give it (kind ``layer_copy``): another one may.
@@ -149,7 +153,7 @@ class KeeperClient(Connection):
         await self.reset("")
         tar = _from(source, layer)
         try:
-            return await self.import_layer(layer, tar)
+            return await self.import_layer(layer, told(tar, arriving))
         finally:
             await tar.aclose()
 
@@ -204,6 +208,13 @@ class KeeperClient(Connection):
     async def stat(self, path: str, *, user: str | None = None, flags: int = 0) -> FileInfo:
         data, _ = await self.collect(Op.STAT, path=path, user=user, flags=flags or None)
         return next(file_info(e) for e in decode_entries([bytes(data)]))
+
+
+async def told(tar: AsyncIterable[bytes], arriving: Callable[[], object]) -> AsyncGenerator[bytes, None]:
+    """*tar*, with *arriving* called for each piece. Who made *tar* closes it."""
+    async for piece in tar:
+        arriving()
+        yield piece
 
 
 async def _from(source: KeeperClient, layer: str) -> AsyncGenerator[bytes, None]:

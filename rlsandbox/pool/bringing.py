@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from ..errors import SandboxError
-from ..keeper.client import KeeperClient
+from ..keeper.client import KeeperClient, told
 
 log = logging.getLogger("rlsandbox.pool")
 
@@ -24,6 +24,7 @@ async def bring(
     kept: AsyncGenerator[bytes, None] | None,
     sources: Callable[[str], Sequence[Source]],
     lost: Callable[[str], bool],
+    arriving: Callable[[], object] = lambda: None,
 ) -> bool:
     """Import *layer* into the sandbox *to*; False when there is nothing to bring it from.
 
@@ -31,6 +32,7 @@ async def bring(
         kept: its stream, where the backend has kept it outside of all sandboxes.
         sources: who has it now. Each is asked at most once.
         lost: whether nobody has it any more.
+        arriving: called as more of it is on its way: what moves may take as long as it is large.
 
     Raises:
         SandboxError: *to* failed; or all that have it did (kind ``layer_copy``).
@@ -38,7 +40,7 @@ async def bring(
     if kept is not None:
         await to.reset("")
         try:
-            await to.import_layer(layer, kept)
+            await to.import_layer(layer, told(kept, arriving))
         except SandboxError as error:
             if error.kind != "layer_copy" or not sources(layer):
                 raise
@@ -52,7 +54,7 @@ async def bring(
     while other := next((source.client for source in sources(layer) if source.client not in asked), None):
         asked.append(other)
         try:
-            await to.bring_layer(layer, other)
+            await to.bring_layer(layer, other, arriving)
         except SandboxError as error:
             if error.kind != "layer_copy":
                 raise

@@ -109,6 +109,8 @@ class KeeperLink:
         """Whether no member has the layer any more."""
         self.sources: Callable[[str], list[KeeperLink]] = lambda _: []
         """The links of members that have a layer, where the backend cannot carry layers itself."""
+        self.arriving: Callable[[], object] = lambda: None
+        """Called while a layer is on its way here."""
         self.below: Callable[[str], str | None] = lambda _: None
         """The task's primed layer on which a snapshot's was sealed: graders compare with it."""
 
@@ -312,7 +314,7 @@ class KeeperLink:
         if primed is not None and primed not in self._given and await self._brought(primed):
             self._given.add(primed)
         kept = self._backend.kept_layer(layer)
-        return await bring(layer, self.client, kept, self.sources, self.lost_layer)
+        return await bring(layer, self.client, kept, self.sources, self.lost_layer, lambda: self.arriving())
 
     async def keep(self, layer: str) -> None:
         """Have a layer that was sealed here kept outside, where the backend does that."""

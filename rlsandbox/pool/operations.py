@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -207,7 +207,7 @@ class Operations(Watching):
         try:
             async with self._resets:  # the wait for its turn is no part of what it may take
                 started = self._loop.time()
-                async with asyncio.timeout(self.deadlines.reset):
+                async with self._moving(held.link, self.deadlines.reset):
                     await held.link.reset(layer, task=held.task, credentials=held.credentials)
                     put_back = self._loop.time()
                     residue = await held.link.verify(layer, task=held.task, credentials=held.credentials)
@@ -232,6 +232,21 @@ class Operations(Watching):
             self.tell(self.core.prepared, name)
             if self.rested is not None and held.at_hand is None and name in self.core.idle:
                 self.rested(held)
+
+    @asynccontextmanager
+    async def _moving(self, link: Any, limit: float) -> AsyncIterator[None]:
+        """A deadline that is put off while a layer is on its way to the member: large ones take longer."""
+        async with asyncio.timeout(limit) as clock:
+
+            def arriving() -> None:
+                if not clock.expired():
+                    clock.reschedule(self._loop.time() + limit)
+
+            link.arriving = arriving
+            try:
+                yield
+            finally:
+                link.arriving = lambda: None
 
     async def _dispose(self, name: str, reason: str) -> None:
         running = self._ops.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import multiprocessing
 import os
@@ -17,7 +18,8 @@ import pytest
 import rlsandbox as rls
 from rlsandbox.backends import Capabilities, Local, Member
 from rlsandbox.backends.copies import LayerCopies
-from rlsandbox.errors import SandboxDiedError, SandboxError
+from rlsandbox.errors import ClaimTimeoutError, SandboxDiedError, SandboxError
+from rlsandbox.pool.operations import Deadlines
 from tests.support.keepers import keeper_of
 from tests.support.small_disk import fill, small_disk
 
@@ -98,6 +100,54 @@ def test_a_snapshot_outlives_the_sandbox_that_made_it(pool: rls.Pool, tmp_path: 
     while list((place / "blobs").iterdir()):  # nobody waits for that
         assert time.monotonic() < end_at, "what was deleted is still kept"
         time.sleep(0.01)
+
+
+def test_holes_take_no_room(pool: rls.Pool, tmp_path: Path) -> None:
+    with pool.claim(rls.Task(id="t")) as sandbox:
+        sandbox.run("truncate -s 40M /tmp/h; printf x >> /tmp/h; truncate -s 60M /tmp/h", check=True)
+        snapshot = sandbox.snapshot()
+        (blob,) = tmp_path.glob("copies/*/blobs/*")
+        assert blob.stat().st_size == 60 << 20 and blob.stat().st_blocks * 512 < 10 << 20
+        end(sandbox)
+    with pool.claim(snapshot) as other:
+        assert other.run("stat -c %s /tmp/h; tr -d '\\0' < /tmp/h").stdout == f"{60 << 20}\nx"
+
+
+class Slow(Apart):
+    """Its copies come a piece at a time, or not to an end."""
+
+    def __init__(self, store: str, *, ends: bool) -> None:
+        super().__init__(store)
+        self.ends = ends
+
+    def kept_layer(self, layer: str) -> AsyncGenerator[bytes, None] | None:
+        whole = super().kept_layer(layer)
+        return self.slowly(whole) if whole is not None else None
+
+    async def slowly(self, whole: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        data = b"".join([piece async for piece in whole])
+        step = len(data) // 10 + 1
+        for at in range(0, len(data), step):
+            yield data[at : at + step]
+            await (asyncio.sleep(0.4) if self.ends else asyncio.Event().wait())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_large_layer_has_the_time_that_it_takes(tmp_path: Path, ends: bool) -> None:
+    """As long as it moves: a checkpoint that can be kept can be gone on from. One that stands still is given up."""
+    backend = Slow(str(tmp_path / "copies"), ends=ends)
+    with rls.Pool(backend, size=1, max_size=2, ledger=tmp_path / "l.db", config=False) as pool:
+        with pool.claim(rls.Task(id="t")) as sandbox:
+            sandbox.run("head -c 300000 /dev/urandom > /tmp/big; cksum < /tmp/big > /tmp/sum")
+            snapshot = sandbox.snapshot()
+            end(sandbox)
+        pool._pool.driver.deadlines = Deadlines(reset=3.0)
+        if ends:
+            with pool.claim(snapshot, timeout=60) as other:
+                assert other.run("cksum < /tmp/big | cmp - /tmp/sum && echo same").stdout == "same\n"
+        else:
+            with pytest.raises(ClaimTimeoutError, match="did not end within 3 s"):
+                pool.claim(snapshot, timeout=7)
 
 
 def test_a_layer_that_came_with_a_fork_is_not_made_again(tmp_path: Path) -> None:
