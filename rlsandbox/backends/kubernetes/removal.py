@@ -86,9 +86,16 @@ class Removal:
         pod = self._places.pod(place)
         if not pod or self._places.claim(place) or pod["metadata"].get("deletionTimestamp"):
             return False
+        name = pod["metadata"]["name"]
+        if cluster.crds:
+            # The Sandbox waits for the collector as well, and its controller would make the pod anew.
+            await self._delete(cluster, f"{cluster.paths.sandboxes}/{name}")
+        return await self._delete(cluster, f"{cluster.paths.pods}/{name}")
+
+    async def _delete(self, cluster: Cluster, path: str) -> bool:
         try:
-            await cluster.api.delete(f"{cluster.paths.pods}/{pod['metadata']['name']}", throttle=True)
+            await cluster.api.delete(path, throttle=True)
         except SandboxError as error:
-            log.debug("pod %s waits for the garbage collector: %s", place.pod, error)
+            log.debug("%s waits for the garbage collector: %s", path, error)
             return False
         return True

@@ -232,6 +232,34 @@ def test_a_slow_collector_is_asked_once_and_helped_only_when_it_stands_still(
     run(tmp_path, body)
 
 
+def test_a_pod_that_is_helped_away_stays_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the collector stands still its Sandbox is there as well, and agent-sandbox makes a new pod for that."""
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.removal.COLLECTED_S", 0.1)
+    sandboxes = "/apis/agents.x-k8s.io/v1beta1/namespaces/rls/sandboxes"
+
+    async def body(w: World) -> None:
+        backend = w.backend()
+        member = await make(backend)
+        (pod,) = w.api.objects[PODS].values()
+        w.api.on_change.remove(w.pods._changed)
+        w.api.put(sandboxes, {"metadata": {"name": pod["metadata"]["name"]}})
+
+        def controller(kind: str, collection: str, item: JSON) -> None:
+            if (kind, collection) == ("DELETED", PODS) and w.api.objects[sandboxes]:
+                asyncio.get_running_loop().call_soon(
+                    w.api.put, PODS, {**pod, "metadata": {**pod["metadata"]}}
+                )
+
+        w.api.on_change.append(controller)
+        await backend.dispose(member)
+        await asyncio.sleep(0.1)
+        assert not w.api.objects[PODS] and not w.api.objects[sandboxes]
+        w.api.on_change[:] = [w.pods._changed]
+        await backend.close()
+
+    run(tmp_path, body)
+
+
 # -- watches ----------------------------------------------------------------------------------------
 
 
