@@ -9,6 +9,7 @@ from ...errors import SandboxError
 from ..diagnosis import Row
 from . import policy
 from .api import JSON, Api, ApiError
+from .modes import by_seccomp
 from .names import Paths
 
 LOOKED_AT = 5
@@ -53,9 +54,10 @@ async def pull_secrets(api: Api) -> list[Row]:
     return rows
 
 
-async def disks(api: Api, nodes: Sequence[str]) -> list[Row]:
-    """From when on kubelets remove images, and how near to it they are."""
+async def kubelets(api: Api, nodes: Sequence[str], level: str) -> list[Row]:
+    """From when on kubelets remove images, how near to it they are, and which seccomp profile they give."""
     rows: list[Row] = []
+    seccomp: dict[str, bool] = {}
     refused = False
     for node in nodes[:LOOKED_AT]:
         try:
@@ -67,8 +69,9 @@ async def disks(api: Api, nodes: Sequence[str]) -> list[Row]:
             refused = refused or getattr(error, "status", 0) == 403
             continue
         rows.append(_disk(node, config, usage.get("node") or {}))
+        seccomp[node] = bool(config.get("seccompDefault"))
     if rows:
-        return rows
+        return rows + by_seccomp(level, seccomp)
     why = "the right get on nodes/proxy is missing" if refused else "no kubelet answered"
     fix = "watch DiskPressure, and that images of a step fit on a node: rlsandbox plan"
     return [Row("image removal on nodes", "warn", f"not known: {why}", fix)]
@@ -197,23 +200,16 @@ async def _keeper(api: Api) -> str:
     return str(body["metadata"]["name"])
 
 
-async def node_names(api: Api) -> list[str]:
-    """Of real ones."""
-    try:
-        found = (await api.get("/api/v1/nodes")).get("items") or []
-    except ApiError:
-        return []
-    return [
-        str(node["metadata"]["name"])
-        for node in found
-        if (node["metadata"].get("annotations") or {}).get("kwok.x-k8s.io/node") != "fake"
-    ]
+async def further(api: Api, image: str | None, *, nodes: Sequence[JSON], level: str) -> list[Row]:
+    """All of them.
 
-
-async def further(api: Api, image: str | None) -> list[Row]:
-    """All of them. *image*: of the pods with which network policies are tried; None: they are not."""
+    Args:
+        image: of the pods with which network policies are tried; None: they are not.
+        nodes: real ones.
+        level: of Pod Security.
+    """
     rows = await pull_secrets(api)
-    rows += await disks(api, await node_names(api))
+    rows += await kubelets(api, [str(node["metadata"]["name"]) for node in nodes], level)
     rows += await volumes(api)
     rows += await priority(api)
     return rows + await network(api, image, trial=image is not None)

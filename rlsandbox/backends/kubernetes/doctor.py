@@ -14,7 +14,7 @@ from typing import Any
 
 from ...errors import SandboxError
 from ..diagnosis import Diagnosis, Row
-from . import names
+from . import modes, names
 from .api import JSON, Api, ApiError
 from .checkup import further
 from .lease import server_time
@@ -33,6 +33,8 @@ RIGHTS: tuple[tuple[str, str, str, bool], ...] = (
     (_EXT, "sandboxclaims", "get list watch create delete", True),
     ("coordination.k8s.io", "leases", "get list create patch delete", True),
 )
+_PACE = re.compile(r"refill|replenish|max-batch-size|concurrent-workers|kube-api-(qps|burst)")
+"""The controller's flags that say how fast it works."""
 _LEVELS = {
     "restricted": (
         "replace",
@@ -64,11 +66,15 @@ async def examine(*, runtime_class: str | None = None, trial: str | None = None,
             _controller,
             _rights,
             _quota,
-            _nodes,
         ]
         for look in looks:
             rows += await look(api)
-        rows += await further(api, trial)
+        nodes = await _nodes(api)
+        rows += nodes_seen(nodes)
+        level = await _level(api)
+        if level is not None and nodes:
+            rows += modes.on_nodes(level, nodes, await _handler(api, runtime_class))
+        rows += await further(api, trial, nodes=nodes or [], level=level or "")
         if runtime_class is not None:
             rows.append(await _runtime_class(api, runtime_class))
         return Diagnosis(tuple(rows))
@@ -96,7 +102,8 @@ async def _clock(api: Api) -> list[Row]:
                 "clocks",
                 "warn",
                 f"{skew:.0f} s apart",
-                "claims' expiry is told by this machine's clock: set it",
+                "set it: tokens and certificates seem expired, or not good yet, and the ledger's times are "
+                "this machine's (claims and Leases go by the API server's clock)",
             )
         ]
     return [Row("clocks", "ok", f"{skew:.0f} s apart")]
@@ -189,13 +196,17 @@ async def _controller(api: Api) -> list[Row]:
                 f"kubectl -n {pods[0]['metadata']['namespace']} get pods",
             )
         ]
-    flags = [
-        arg
-        for c in ready[0]["spec"]["containers"]
-        for arg in c.get("args", ())
-        if "refill" in arg or "replenish" in arg
+    args = [
+        arg for c in ready[0]["spec"]["containers"] for arg in (*c.get("command", ()), *c.get("args", ()))
     ]
-    return [Row(name, "ok", "ready" + (f", {' '.join(flags)}" if flags else ""))]
+    if not any(re.fullmatch(r"--?extensions(=(1|t|true))?", arg, re.IGNORECASE) for arg in args):
+        fix = "add --extensions to its args: without it no claim is ever taken up"
+        return [Row(name, "fail", "ready, but it does not serve claims, templates and warm pools", fix)]
+    flags = [arg.lstrip("-") for arg in args if _PACE.search(arg)]
+    said = "ready, " + (
+        ", ".join(flags) if flags else "warm pools are refilled at once, without a bound of its own"
+    )
+    return [Row(name, "ok", said)]
 
 
 async def _rights(api: Api) -> list[Row]:
@@ -258,16 +269,42 @@ async def _quota(api: Api) -> list[Row]:
     return rows or [Row("quotas", "ok", "none")]
 
 
-async def _nodes(api: Api) -> list[Row]:
+async def _level(api: Api) -> str | None:
+    """Of Pod Security; None: it may not be read."""
+    try:
+        found = await api.get(Paths(api.namespace).namespace)
+    except ApiError:
+        return None
+    return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
+
+
+async def _handler(api: Api, runtime_class: str | None) -> str:
+    """What nodes call the runtime of that class; empty: their own."""
+    if runtime_class is None:
+        return ""
+    try:
+        found = await api.get(f"/apis/node.k8s.io/v1/runtimeclasses/{runtime_class}")
+    except ApiError:
+        return ""
+    return str(found.get("handler") or "")
+
+
+async def _nodes(api: Api) -> list[JSON] | None:
+    """Real ones; None: they may not be looked at."""
     try:
         found = (await api.get("/api/v1/nodes")).get("items") or []
     except ApiError:
-        return [Row("nodes", "warn", "may not be looked at: kernels, runtimes and disks are not known")]
-    real = [
+        return None
+    return [
         node
         for node in found
         if (node["metadata"].get("annotations") or {}).get("kwok.x-k8s.io/node") != "fake"
     ]
+
+
+def nodes_seen(real: list[JSON] | None) -> list[Row]:
+    if real is None:
+        return [Row("nodes", "warn", "may not be looked at: kernels, runtimes and disks are not known")]
     ready = [node for node in real if _is(node, "Ready")]
     pressed = [node["metadata"]["name"] for node in real if _is(node, "DiskPressure")]
     infos = [node.get("status", {}).get("nodeInfo", {}) for node in real]
@@ -289,16 +326,6 @@ async def _nodes(api: Api) -> list[Row]:
                 "images are removed there and pulled again",
             )
         )
-    old = [text for text in runtimes if (m := re.match(r"containerd://(\d+)\.", text)) and int(m[1]) < 2]
-    if old:
-        fix = "containerd 2 and runc 1.2, or mode userns in a namespace of level baseline"
-        rows.append(
-            Row("user namespaces of pods", "warn", f"{', '.join(old)} knows no hostUsers: false", fix)
-        )
-    said = "AppArmor and SELinux are not seen from here; both may forbid mounts"
-    rows.append(
-        Row("security modules", "warn", said, "try one sandbox: its reset mode and the fact `why` tell")
-    )
     return rows
 
 

@@ -234,6 +234,8 @@ def _secure(pod: JSON, container: JSON, mode: str, spec: Spec, *, root: bool) ->
             "runAsGroup": 0,
             "capabilities": {"add": ["SYS_ADMIN"]},
             "seccompProfile": {"type": "RuntimeDefault"},
+            # The usual profile for containers forbids mounts; where there is no AppArmor this says nothing.
+            "appArmorProfile": {"type": "Unconfined"},
         }
         pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
     elif mode == "userns":
