@@ -270,6 +270,8 @@ class Kubernetes(Backend):
             raise
         if self._named is not None:
             await cluster.check_template(self._places.pod(place))
+        elif cluster.crds:
+            await cluster.check_own(place.spec, place.wish, self._places.pod(place))
 
     async def _body(self, cluster: Cluster, place: Place) -> tuple[JSON, str]:
         how: dict[str, Any] = {"run": self._run, "member": place.member, "labels": place.labels}

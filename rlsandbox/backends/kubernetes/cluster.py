@@ -266,6 +266,30 @@ class Cluster:
         await self.api.apply(f"{self.paths.warm_pools}/{name}", manifests.warm_pool(name, template, 0))
         return name
 
+    async def check_own(self, spec: Spec, node: str, pod: JSON) -> None:
+        """The same of a template that was made here for *spec*: of another image nobody's rollout may be.
+
+        Raises:
+            ProvisionError: somebody else has changed it. The next sandbox makes it again.
+        """
+        wanted = {names.CONTAINER: spec.image if spec.image is not None else str(self.shape.image)}
+        seen = {name: image for name, image in _images(pod.get("spec") or {}).items() if name in wanted}
+        rows = tuple(sorted(seen.items()))
+        made = self._made.get((spec.digest, node))
+        if not seen or seen == wanted or rows in self._rewritten or made is None:
+            return
+        template = await asyncio.shield(made)
+        found = await self._named(self.paths.templates, "SandboxTemplate", template)
+        if _images(found["spec"]["podTemplate"]["spec"]) == wanted:
+            self._rewritten.add(rows)
+            return
+        self.forget(spec)
+        raise ProvisionError(
+            f"SandboxTemplate {template!r} of rlsandbox was changed by somebody else: the image is "
+            f"{seen[names.CONTAINER]}, not {wanted[names.CONTAINER]}; it is made again",
+            kind="template_changed", retryable=True,
+        )  # fmt: skip
+
     async def check_template(self, pod: JSON) -> None:
         """Whether a pod of somebody's template is of the one that the run began with.
 

@@ -411,6 +411,43 @@ def test_pods_that_will_not_become_ready(
     run(tmp_path, body)
 
 
+def test_a_template_of_ours_that_somebody_changed_is_made_again(tmp_path: Path) -> None:
+    """And no sandbox of another image is handed out. A cluster that rewrites images is no such thing."""
+    templates = f"{Pods.EXT}/sandboxtemplates"
+
+    async def body(w: World) -> None:
+        backend = w.backend()
+        await make(backend, "m1")
+        (made,) = copy.deepcopy(list(w.api.objects[templates].values()))
+        made["spec"]["podTemplate"]["spec"]["containers"][0]["image"] = "other"
+        w.api.put(templates, made)
+        with pytest.raises(
+            errors.ProvisionError, match="image is other, not img; it is made again"
+        ) as caught:
+            await make(backend, "m2")
+        assert (caught.value.kind, caught.value.retryable) == ("template_changed", True)
+        await make(backend, "m3")
+        pods = w.api.objects[PODS]
+        assert pods[f"rls-{backend._run}-m3"]["spec"]["containers"][0]["image"] == "img"
+        asked = w.api.count("GET", "sandboxtemplates/")
+        put = w.api.put
+
+        def rewriting(collection: str, item: JSON) -> JSON:
+            if collection == PODS:
+                item["spec"] = copy.deepcopy(item["spec"])
+                item["spec"]["containers"][0]["image"] = "mirror/img"
+            return put(collection, item)
+
+        w.api.put = rewriting  # type: ignore[method-assign]
+        for n in (4, 5):
+            await make(backend, f"m{n}")
+        assert pods[f"rls-{backend._run}-m5"]["spec"]["containers"][0]["image"] == "mirror/img"
+        assert w.api.count("GET", "sandboxtemplates/") == asked + 1
+        await backend.close()
+
+    run(tmp_path, body)
+
+
 def test_a_pod_that_its_kubelet_cannot_begin_is_told_by_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
