@@ -20,7 +20,11 @@ from .tidy import PROCESS, this_process
 log = logging.getLogger("rlsandbox.kubernetes")
 
 DURATION_S = 120
-RENEW_S = 30.0
+RENEW_S, AGAIN_S = 30.0, 5.0
+"""Between renewals, and before another try of one that failed."""
+LATELY_S, SECOND_LOOK_S = 3600.0, 45.0
+"""After an outage of the API server the Leases of all runs have run out. Those that did lately are looked at
+again after so long, in which a run that lives has renewed its own."""
 _OF_BENCHMARKS = frozenset(["SandboxWarmPool", "SandboxTemplate", "Job"])
 YOUNG_S = 120.0
 """What is younger may belong to a run that is just beginning."""
@@ -60,14 +64,18 @@ class RunLease:
         return self._api.now().strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
     async def _renew(self) -> None:
+        wait = RENEW_S
         while True:
-            await asyncio.sleep(RENEW_S * random.uniform(0.8, 1.0))
+            await asyncio.sleep(wait * random.uniform(0.8, 1.0))
+            wait = AGAIN_S
             try:
                 await self._api.merge(
                     f"{self._path}/{self.name}", {"spec": {"renewTime": self._now()}}, limit=RENEW_S
                 )
             except SandboxError as error:
                 log.warning("the run's lease could not be renewed: %s", error)
+            else:
+                wait = RENEW_S
 
     async def end(self) -> None:
         if self._task is None:
@@ -95,12 +103,17 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
     """What dead runs left in the namespace. Only what carries our labels is looked at.
 
     A run is dead when its Lease has run out by the API server's own clock, or is not there although the
-    object is older than two minutes.
+    object is older than two minutes. Where one ran out lately this takes a while.
     """
 
     paths = Paths(api.namespace)
     now = await server_time(api)
     leases = await _ours(api, "Lease", paths.leases)
+    if any(_run_out(row, now) and not _run_out(row, now, since=LATELY_S) for row in leases):
+        log.warning("a Lease ran out lately: in %g s it is seen whether its run lives", SECOND_LOOK_S)
+        await asyncio.sleep(SECOND_LOOK_S)
+        now = await server_time(api)
+        leases = await _ours(api, "Lease", paths.leases)
     alive = {_label(row, names.RUN) for row in leases if not _run_out(row, now)}
     found = [
         _leftover("Lease", row, paths.leases, now) for row in leases if _label(row, names.RUN) not in alive
@@ -186,10 +199,11 @@ def _time(text: str) -> datetime.datetime:
     return datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-def _run_out(lease: JSON, now: datetime.datetime) -> bool:
+def _run_out(lease: JSON, now: datetime.datetime, since: float = 0.0) -> bool:
+    """Whether it has, *since* so many seconds."""
     spec = lease.get("spec") or {}
     renewed = _time(spec.get("renewTime") or lease["metadata"]["creationTimestamp"])
-    return (now - renewed).total_seconds() > float(spec.get("leaseDurationSeconds") or DURATION_S)
+    return (now - renewed).total_seconds() > float(spec.get("leaseDurationSeconds") or DURATION_S) + since
 
 
 def _leftover(kind: str, row: JSON, path: str, now: datetime.datetime) -> Leftover:

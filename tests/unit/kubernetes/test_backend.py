@@ -21,7 +21,7 @@ from aiohttp import web
 
 from rlsandbox.backends.kubernetes import Kubernetes, failures, policy
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
-from rlsandbox.backends.kubernetes.lease import YOUNG_S, leftovers, reap, server_time
+from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
@@ -759,6 +759,32 @@ def test_reap_takes_what_is_dead_and_spares_the_rest(tmp_path: Path) -> None:
         await api.close()
         await live.close()
         await dead.close()
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_reap_after_an_outage_spares_what_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lives: bool
+) -> None:
+    """All Leases have run out then, and a CronJob may be quicker than the runs are at renewing theirs."""
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.lease.SECOND_LOOK_S", 0.5)
+    monkeypatch.setattr("rlsandbox.backends.kubernetes.lease.AGAIN_S", 0.01)
+    leases = "/apis/coordination.k8s.io/v1/namespaces/rls/leases"
+
+    async def body(w: World) -> None:
+        api = await w.client()
+        now = await server_time(api)
+        lapsed = f"{now - datetime.timedelta(seconds=400):%Y-%m-%dT%H:%M:%S.%fZ}"
+        lease = RunLease(api, leases, "one")
+        w.api.rule("PATCH", "leases/", status=403, times=3)  # its tries fail, until they do not any more
+        monkeypatch.setattr("rlsandbox.backends.kubernetes.lease.RENEW_S", 0.1 if lives else 600.0)
+        await lease.begin()
+        row = dict(w.api.objects[leases][lease.name])
+        w.api.put(leases, {**row, "spec": {**row["spec"], "renewTime": lapsed}})
+        assert [one.name for one in await leftovers(api)] == ([] if lives else [lease.name])
+        await lease.end()
+        await api.close()
 
     run(tmp_path, body)
 
