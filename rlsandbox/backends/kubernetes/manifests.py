@@ -320,7 +320,7 @@ def claim(
         "spec": {
             "warmPoolRef": {"name": pool},
             "lifecycle": {"shutdownTime": ends.strftime("%Y-%m-%dT%H:%M:%SZ"), "shutdownPolicy": "Delete"},
-            "additionalPodMetadata": {"labels": {names.POD_RUN: run}},
+            "additionalPodMetadata": {"labels": {names.POD_RUN: run, names.POD_OWNER: names.owner()}},
         },
     }
 

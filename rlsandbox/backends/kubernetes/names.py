@@ -17,7 +17,7 @@ API_VERSION = f"{EXTENSIONS}/{VERSION}"
 
 MANAGED = "rlsandbox/managed"
 RUN, OWNER, MEMBER = "rlsandbox/run", "rlsandbox/owner", "rlsandbox/member"
-POD_RUN = "sandbox.users.io/rlsandbox-run"
+POD_RUN, POD_OWNER = "sandbox.users.io/rlsandbox-run", "sandbox.users.io/rlsandbox-owner"
 """On pods: the domain is the one that agent-sandbox lets claims label pods with."""
 LABELS = "rlsandbox/labels"
 """An annotation: the labels that the pool gave, as JSON; its keys need not be Kubernetes'."""

@@ -19,7 +19,7 @@ from rlsandbox.spec import Spec
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from aiohttp import web
 
-from rlsandbox.backends.kubernetes import Kubernetes, failures, policy
+from rlsandbox.backends.kubernetes import Kubernetes, failures, names, policy
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.watch import Watch, slim
@@ -88,6 +88,12 @@ def test_two_writes_a_sandbox(tmp_path: Path) -> None:
         backend = w.backend()
         first = await make(backend)
         assert first.node == "node-1" and first.facts["memory_bytes"] == str(2 << 30)
+        (claim,), (pod,) = w.api.objects[CLAIMS].values(), w.api.objects[PODS].values()
+        whose = {"run": backend._run, "owner": names.owner()}
+        for item, prefix in ((claim, "rlsandbox/"), (pod, "sandbox.users.io/rlsandbox-")):
+            assert {prefix + key: value for key, value in whose.items()}.items() <= item["metadata"][
+                "labels"
+            ].items()
         before = dict(backend.requests)
         await make(backend, "m2")
         await backend.dispose(first)
