@@ -231,8 +231,10 @@ def why(core: Book, claim: PoolClaim) -> str:
     if room.away:
         parts.append(f"{room.away} on nodes of which nothing is heard")
     if core.live >= config.ceiling:
-        stuck = len(core.stuck())
-        gone = f"{n[State.LEAVING]} terminating" + (f", {stuck} of them stuck" if stuck else "")
+        stuck = core.stuck()
+        gone = f"{n[State.LEAVING]} terminating" + (f", {len(stuck)} of them stuck" if stuck else "")
+        if why_not := next((member.stays for member in stuck if member.stays), ""):
+            gone += f": {why_not}"
         parts.append(f"the ceiling of {config.ceiling} is reached ({n[State.CLAIMED]} claimed, {gone})")
     elif core.live >= core.ceiling:
         parts.append(f"creations do not end: the place seems to hold no more than {core.ceiling}")

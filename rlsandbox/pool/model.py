@@ -102,6 +102,8 @@ class PoolMember:
     reason: str = ""
     asked_to_leave: bool = False
     leave_attempts: int = 0
+    stays: str = ""
+    """Why its removal failed the last time."""
     retry_at: float = 0.0
     """Leaving: when to ask again. Ready: when it expires."""
     made_from: float = 0.0

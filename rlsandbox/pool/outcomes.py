@@ -300,6 +300,7 @@ class Outcomes(Book):
             self.throttle(retry_after)
         else:
             self.counters.dispose_failed += 1
+            member.stays = cause.message
             self.note("dispose_failed", member, cause.message)
         backoff = Backoff(self.rng, base=0.5, cap=60.0)
         backoff.failures = member.leave_attempts

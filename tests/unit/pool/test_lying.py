@@ -115,7 +115,9 @@ def test_a_delete_that_never_ends_counts_and_is_reported(tmp_path: Path) -> None
         assert stats.live <= 2
         assert stats.ready == 1, "its place cannot be used"
         first, blocked = await pool.claim(TASK), pool.claim(TASK, timeout=30)
-        with pytest.raises(ClaimTimeoutError, match="1 terminating, 1 of them stuck"):
+        with pytest.raises(
+            ClaimTimeoutError, match="1 terminating, 1 of them stuck: removal did not end within"
+        ):
             await blocked
         await first.release()
         lying.deletes_hang = 0
