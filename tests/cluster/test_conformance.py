@@ -39,7 +39,7 @@ class TestOverlay(OnePerClass, BackendConformance):
         kube, name = Kube(any_kubeconfig), f"t-{secrets.token_hex(4)}"
         kube.create("/api/v1/namespaces", objects.namespace(name, cls.level))
         how = {"kubeconfig": str(any_kubeconfig), "namespace": name, "image": TEST, "write_rate": 200}
-        yield Kubernetes(**how, mode=cls.mode)
+        yield Kubernetes(**how, mode=cls.mode, gvisor_class="gvisor")
         kube.delete(f"/api/v1/namespaces/{name}")
 
     @pytest.fixture(autouse=True)
@@ -49,6 +49,16 @@ class TestOverlay(OnePerClass, BackendConformance):
     def kill_keeper(self, host: LoneHost, sandbox: Sandbox) -> None:
         backend: Any = host.backend
         self._admin.delete(pods(backend._api.namespace, backend._places[sandbox.id].pod), grace=0)
+
+
+class TestGvisor(TestOverlay):
+    """A kernel of its own, that of Debian 12: all processes share their mounts."""
+
+    skip: ClassVar[dict[str, str]] = {
+        **TestOverlay.skip,
+        **dict.fromkeys(("much_", "session_much", "files_sparse_read_whole"), "as overlay"),
+    }
+    spec = Spec(memory="2GiB", isolation="gvisor")
 
 
 class TestUserns(TestOverlay):

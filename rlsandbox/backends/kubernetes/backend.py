@@ -427,4 +427,6 @@ class Kubernetes(Backend):
 
 
 def _isolation(facts: Mapping[str, str]) -> str:
+    if facts.get("isolation") == "chroot":
+        return "chroot"  # gVisor without mount namespaces
     return {"replace": "none", "manifest": "user"}.get(facts.get("mode", ""), "namespaces")

@@ -108,8 +108,8 @@ def mode_of(spec: Spec, shape: Shape) -> str:
             phase="config",
             hint='Kubernetes(gvisor_class="gvisor")',
         )
-    if spec.isolation == "gvisor":
-        return "replace"  # no mount namespaces for the others, and too slow a look at every inode
+    if spec.isolation == "gvisor" and shape.mode != "overlay":
+        return "replace"  # no user namespaces for userns, and too slow a look at every inode for manifest
     if shape.mode == "manifest" and not other_user(spec):
         raise ConfigError(
             "mode manifest needs commands to run as another user than root",
@@ -207,7 +207,8 @@ def pod_spec(
             {"name": names.RUN_VOLUME, "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}},
         ],
     }
-    _secure(pod, container, mode, spec, root=spec.isolation == "gvisor" and shape.mode != "replace")
+    gvisor = spec.isolation == "gvisor"
+    _secure(pod, container, mode, spec, gvisor=gvisor, root=gvisor and shape.mode != "replace")
     runtime = shape.gvisor_class if spec.isolation == "gvisor" else shape.runtime_class
     if runtime is not None:
         pod["runtimeClassName"] = runtime
@@ -222,22 +223,26 @@ def pod_spec(
     return pod
 
 
-def _secure(pod: JSON, container: JSON, mode: str, spec: Spec, *, root: bool) -> None:
+def _secure(
+    pod: JSON, container: JSON, mode: str, spec: Spec, *, gvisor: bool = False, root: bool = False
+) -> None:
     """What each mode needs, and not more.
 
     Args:
+        gvisor: whether the pod runs under gVisor, where SYS_ADMIN is none over the node.
         root: whether a pod in mode replace is root's: under gVisor, where the level allows it.
     """
     if mode == "overlay":
         container["securityContext"] = {
             "runAsUser": 0,
             "runAsGroup": 0,
-            "capabilities": {"add": ["SYS_ADMIN"]},
+            "capabilities": {"add": ["SYS_ADMIN", "SYS_CHROOT"] if gvisor else ["SYS_ADMIN"]},
             "seccompProfile": {"type": "RuntimeDefault"},
             # The usual profile for containers forbids mounts; where there is no AppArmor this says nothing.
             "appArmorProfile": {"type": "Unconfined"},
         }
-        pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
+        if not gvisor:
+            pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
     elif mode == "userns":
         # No seccomp profile is asked for: RuntimeDefault forbids what is needed, and naming none is baseline.
         container["securityContext"] = {"runAsUser": 0, "runAsGroup": 0}

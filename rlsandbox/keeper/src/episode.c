@@ -43,6 +43,8 @@ static int loopback_up(struct err *e)
         return fail(e, errno, "open a socket to bring the loopback interface up");
     strcpy(r.ifr_name, "lo");
     int x = ioctl(s, SIOCSIFFLAGS, &r);
+    if (x < 0 && errno == ENOTTY) /* an old gVisor: it is up, or will never be */
+        x = ioctl(s, SIOCGIFFLAGS, &r) == 0 && r.ifr_flags & IFF_UP ? 0 : -1;
     if (x < 0)
         fail(e, errno, "bring the loopback interface up");
     close(s);
@@ -236,13 +238,14 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
         say(ctl, &m, sizeof m, -1);
         _exit(1);
     }
-    int fds[2] = {root, proc};
+    int fds[2] = {root, proc}, side = k->side_init;
     m.status = foreign || bare;
     if (msg_send(ctl, &m, EMSG_HEAD, fds, 2) < 0)
         _exit(3);
-    /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay, always as 3 and 4 */
-    int c = fcntl(ctl, F_DUPFD_CLOEXEC, 5), g = fcntl(in.sig, F_DUPFD_CLOEXEC, 5);
-    if (c < 0 || g < 0 || dup3(c, 3, O_CLOEXEC) < 0 || dup3(g, 4, O_CLOEXEC) < 0)
+    /* nothing of the keeper's comes along: only the control socket and the signal descriptor stay, always as 3 and 4, and where
+     * the keeper cannot signal by itself, as 5, what it asks for that on */
+    int c = fcntl(ctl, F_DUPFD_CLOEXEC, 6), g = fcntl(in.sig, F_DUPFD_CLOEXEC, 6), s = side < 0 ? -1 : fcntl(side, F_DUPFD_CLOEXEC, 6);
+    if (c < 0 || g < 0 || dup3(c, 3, O_CLOEXEC) < 0 || dup3(g, 4, O_CLOEXEC) < 0 || (side >= 0 && (s < 0 || dup3(s, 5, O_CLOEXEC) < 0)))
         _exit(7);
 #ifdef RLS_SKIP
     if (skipped("cwdfd") && k->left_root >= 0 && fchdir(k->left_root) < 0)
@@ -250,14 +253,14 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
 #endif
     if (!SANITIZED)
         k_close_range(0, 2);
-    k_close_range(5, ~0u);
+    k_close_range(side < 0 ? 5 : 6, ~0u);
     in.ctl = ctl = 3;
     in.sig = 4;
     m.kind = E_SETTLED;
     say(ctl, &m, EMSG_HEAD, -1);
-    struct pollfd p[2] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}};
+    struct pollfd p[3] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}, {side < 0 ? -1 : 5, POLLIN, 0}};
     for (;;) {
-        if (poll(p, 2, -1) < 0 && errno != EINTR)
+        if (poll(p, 3, -1) < 0 && errno != EINTR)
             _exit(6);
         if (p[1].revents) {
             struct signalfd_siginfo si;
@@ -265,6 +268,8 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
                 ;
             reap(&in, WNOHANG);
         }
+        if (p[2].revents && pidfd_serve(5) < 0)
+            _exit(8);
         if (p[0].revents)
             serve(&in);
     }

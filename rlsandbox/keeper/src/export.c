@@ -9,6 +9,7 @@
 #include <sys/xattr.h>
 
 #include "stack.h"
+#include "shared.h"
 #include "sys.h"
 #include "tar.h"
 #include "trees.h"
@@ -84,7 +85,7 @@ static void xattrs(struct buf *pax, int fd)
     for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
         char key[300];
         ssize_t v = fgetxattr(fd, names + at, value, sizeof value);
-        if (v >= 0 && strncmp(names + at, "user.overlay.", 13) && path_join(key, sizeof key, TAR_XATTR "%s", names + at) == 0)
+        if (v >= 0 && !is_overlays_own(names + at) && path_join(key, sizeof key, TAR_XATTR "%s", names + at) == 0)
             record(pax, key, value, (size_t)v);
     }
 }
@@ -247,7 +248,10 @@ static void merged(struct worker *w, int slot, char *top, size_t cap, struct err
         layers_path(&k->layers, chain[i], paths[n++], sizeof paths[0]);
     for (unsigned i = 0; i < n; i++)
         from[i] = paths[i];
-    if (unshare(CLONE_NEWNS) < 0 || mount("rls", "/k/m", "tmpfs", 0, "mode=0755") < 0)
+    if (k->set.shared) {
+        if (shared_scratch(e) == 0 && flatten(k, from, n, ".", e) == 0)
+            path_join(top, cap, ".");
+    } else if (unshare(CLONE_NEWNS) < 0 || mount("rls", "/k/m", "tmpfs", 0, "mode=0755") < 0)
         fail(e, errno, "mount a tmpfs to put layers together");
     else if (flatten(k, from, n, "/k/m", e) == 0)
         path_join(top, cap, "/k/m");

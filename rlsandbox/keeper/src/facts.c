@@ -15,8 +15,10 @@
 
 #include "manifest.h"
 #include "procs.h"
+#include "shared.h"
 #include "standby.h"
 #include "sys.h"
+#include "trees.h"
 #include "worker.h"
 
 const char *const ns_names[NS_KINDS] = {"pid", "mnt", "ipc", "net", "uts", "user", "cgroup", "time"};
@@ -37,7 +39,7 @@ static void namespaces(struct worker *w, int dir)
 {
     char path[32];
     struct stat st, own;
-    for (int i = 0; i < NS_KINDS; i++) {
+    for (int i = 0; i < NS_KINDS && !w->k->set.shared; i++) { /* an old gVisor tells every process others, whatever they are */
         struct ns_seen *s = &w->k->ns[i];
         path_join(path, sizeof path, "ns/%s", ns_names[i]);
         int fd = openat(dir, path, O_RDONLY | O_CLOEXEC);
@@ -77,8 +79,16 @@ static void namespaces(struct worker *w, int dir)
 static void link_field(struct worker *w, int dir, const char *name)
 {
     char to[4096];
-    ssize_t n = readlinkat(dir, name, to, sizeof to);
-    field(w, to, n > 0 ? (size_t)n : 0);
+    ssize_t n = readlinkat(dir, name, to, sizeof to - 1);
+    size_t at = 0;
+    to[n > 0 ? n : 0] = 0;
+    if (w->k->set.shared && strncmp(to, SHARED_VIEWS, sizeof SHARED_VIEWS - 1) == 0) { /* as the episode sees it */
+        at = sizeof SHARED_VIEWS - 1;
+        at += strcspn(to + at, "/");
+        if (!to[at])
+            strcpy(to + at, "/");
+    }
+    field_s(w, to + at);
 }
 
 static void process(struct worker *w, int proc, const struct proc *p)
@@ -117,12 +127,22 @@ static bool helper(const struct keeper *k, pid_t pid)
 }
 
 /* Children of the keeper that are neither this episode's first process nor helpers: what an earlier one left. */
-static void strays(struct worker *w)
+static void strays(struct worker *w, struct err *e)
 {
     char path[64], text[4096], *s, *end;
     struct procs ps = {0};
     int proc = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     pid_t keeper = w->here ? getpid() : getppid();
+    if (w->k->set.shared) { /* there is no list of children, and an orphan may be nobody's */
+        if (shared_leftovers(w->k, &ps) < 0)
+            fail(e, errno, "look for what the episode before left");
+        for (size_t i = 0; i < ps.n; i++)
+            if (ps.p[i].in)
+                process(w, w->k->before, &ps.p[i]);
+        procs_free(&ps);
+        fd_close(&proc);
+        return;
+    }
     path_join(path, sizeof path, "%d/task/%d/children", (int)keeper, (int)keeper);
     if (proc >= 0 && read_file_at(proc, path, text, sizeof text) > 0)
         for (s = text;; s = end) {
@@ -140,7 +160,7 @@ static void strays(struct worker *w)
     fd_close(&proc);
 }
 
-static void processes(struct worker *w)
+static void processes(struct worker *w, struct err *e)
 {
     struct procs ps = {0};
     int proc = procs_dir(w->k);
@@ -153,7 +173,7 @@ static void processes(struct worker *w)
     }
     procs_free(&ps);
     fd_close(&proc);
-    strays(w);
+    strays(w, e);
 }
 
 /* ---- the first process: what commands start from ---- */
@@ -347,7 +367,7 @@ static void xattr_names(struct worker *w, int fd)
     ssize_t n = flistxattr(fd, names, sizeof names);
     struct buf b = {0};
     for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1)
-        if (strncmp(names + at, "user.overlay.", 13) && (buf_add(&b, names + at, strlen(names + at)) < 0 || buf_add(&b, " ", 1) < 0))
+        if (!is_overlays_own(names + at) && (buf_add(&b, names + at, strlen(names + at)) < 0 || buf_add(&b, " ", 1) < 0))
             break;
     if (b.len)
         field(w, b.p, b.len - 1);
@@ -544,6 +564,10 @@ static int within(struct worker *w, int dir, struct err *e)
 {
     struct keeper *k = w->k;
     struct utsname uts;
+    if (k->set.shared) { /* no namespace can be entered; each episode has new ones */
+        queues(w);
+        return 0;
+    }
     if (k->set.manifest || enter(dir, "ipc", CLONE_NEWIPC)) {
         sysv(w, "shm", 3, 7);
         sysv(w, "sem", 3, 4);
@@ -602,7 +626,7 @@ static int gather(struct worker *w, struct err *e)
     mounts(w, dir);
     namespaces(w, dir);
     key(w);
-    processes(w);
+    processes(w, e);
     environment(w, dir);
     directory(w, dir, "cwd", &root);
     directory(w, dir, "root", &root);

@@ -44,11 +44,6 @@ static void link_add(struct links *l, const struct stat *st, const char *path)
 
 static int merge(int from, int to, int depth, struct links *l, const char *path);
 
-static int set_opaque(int dir)
-{
-    return fsetxattr(dir, "user.overlay.opaque", "y", 1, 0);
-}
-
 static int merge_dir(int from, int to, const char *name, const struct stat *st, bool there, bool hides, int depth, struct links *l, const char *path)
 {
     if (!there && mkdirat(to, name, 0700) < 0)

@@ -251,9 +251,11 @@ static int upper_open(struct hub *h, struct member *m, struct base *b, const uin
     return 0;
 }
 
-static int facts_add(struct hub *h, bool bare, struct buf *b)
+static int facts_add(struct hub *h, const struct member *m, struct buf *b)
 {
-    if (bare)
+    if (m->shared)
+        return put_str(b, TAG_FACT, "ids=host") < 0 || put_str(b, TAG_FACT, "isolation=chroot") < 0 ? -1 : 0;
+    if (m->bare)
         return put_str(b, TAG_FACT, "ids=host") < 0 || put_str(b, TAG_FACT, "isolation=none") < 0 ? -1 : 0;
     return put_fmt(b, TAG_FACT, "ids=%s", h->ids) < 0 || (strcmp(h->ids, "one") == 0 && put_str(b, TAG_KIND, "one") < 0) ? -1 : 0;
 }
@@ -264,7 +266,7 @@ static int equip(struct member *m, struct base *base, unsigned in, const uint8_t
     struct hub *h = m->hub;
     struct buf settings = {0};
     size_t files = 0;
-    int r = buf_add(&settings, p, n) < 0 || facts_add(h, m->bare, &settings) < 0 ? fail(e, errno, "prepare a sandbox's settings") : 0;
+    int r = buf_add(&settings, p, n) < 0 || facts_add(h, m, &settings) < 0 ? fail(e, errno, "prepare a sandbox's settings") : 0;
     if (r == 0) {
         r = cgroups_create(h, m->group, m->pid, in, p, n, base->fds + base->n, &files, &settings, e);
         base->n += files;
@@ -339,7 +341,9 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
     if (m) {
         m->hub = h;
         m->src.fd = -1;
-        m->bare = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0;
+        bool told = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0;
+        m->shared = told && h->bare_only && strcmp(word, "chroot") == 0;
+        m->bare = m->shared || (told && strcmp(word, "none") == 0);
     }
     if (!m)
         fail(&e, ENOMEM, "make room for a sandbox");

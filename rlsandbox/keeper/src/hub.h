@@ -15,7 +15,7 @@ struct member {
     int stream;                               /* the client's end until CREATE is answered */
     struct src src;                           /* socket pair with the keeper */
     int disk; /* directory of its upper layers; 0: on tmpfs */
-    bool ready, bare;
+    bool ready, bare, shared; /* shared: bare as far as the hub goes; the keeper isolates by itself (shared.h) */
 };
 
 enum cg_kind { CG_MEMORY, CG_PIDS, CG_CPU, CG_KINDS };

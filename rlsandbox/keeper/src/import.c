@@ -130,7 +130,7 @@ static void pax_record(struct import *m, struct member *x, struct pax *has, char
         uint8_t len[4];
         set_u32(len, (uint32_t)n);
         x->xattrs.max = 2 * TAR_HEADERS_MAX;
-        if (strncmp(name, "user.overlay.", 13) && (buf_add(&x->xattrs, name, strlen(name) + 1) < 0 || buf_add(&x->xattrs, len, 4) < 0 || buf_add(&x->xattrs, value, n) < 0))
+        if (!is_overlays_own(name) && (buf_add(&x->xattrs, name, strlen(name) + 1) < 0 || buf_add(&x->xattrs, len, 4) < 0 || buf_add(&x->xattrs, value, n) < 0))
             bad(m, ENOMEM, "attributes are too large", "");
     }
 }
@@ -395,7 +395,7 @@ static void put_down(struct import *m, struct member *x)
         const char *gone = name + sizeof TAR_WHITEOUT - 1;
         skip(m, x->size);
         if (strcmp(name, TAR_OPAQUE) == 0) {
-            if (fsetxattr(dir, "user.overlay.opaque", "y", 1, 0) < 0)
+            if (set_opaque(dir) < 0)
                 bad(m, errno, "hide what is below", full);
         } else if (!*gone || !strcmp(gone, ".") || !strcmp(gone, "..") || (remove_tree(dir, gone) < 0 && errno != ENOENT) || mknodat(dir, gone, S_IFCHR, 0) < 0)
             bad(m, errno ? errno : EINVAL, "note a deletion", full);

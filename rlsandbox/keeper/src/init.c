@@ -18,6 +18,7 @@
 
 #include "frames.h"
 #include "link.h"
+#include "shared.h"
 #include "sys.h"
 
 enum { HUB_MS = 60000, PROBE_SYSLOG = 3 };
@@ -34,6 +35,7 @@ struct first {
     int hub;
     pid_t hub_pid;
     bool bare, ending, closed; /* closed: network none */
+    bool asked, shared; /* whether all processes here share their mounts is known; they do */
 };
 
 static struct first *self_of(struct link *l)
@@ -178,13 +180,17 @@ static int environment(struct buf *b)
     return 0;
 }
 
-static int create(struct first *f, bool bare, int *stream, struct err *e)
+enum how { ISOLATED, SHARED, BARE };
+
+static int create(struct first *f, enum how how, int *stream, struct err *e)
 {
     struct buf q = {0}, answer = {0};
     char cwd[1024];
+    const char *mode = how == SHARED && !*f->mode ? "overlay" : how == BARE && strcmp(f->mode, "manifest") ? "" : f->mode;
     int r = 0;
     if (put_u32(&q, TAG_OP, OP_HUB_CREATE) < 0 || put_str(&q, TAG_MEMBER, "pod") < 0 || buf_add(&q, f->wish.p, f->wish.len) < 0 ||
-        (bare && put_str(&q, TAG_ISOLATION, "none") < 0) || ((!bare || strcmp(f->mode, "manifest") == 0) && *f->mode && put_str(&q, TAG_MODE, f->mode) < 0))
+        (how == BARE && put_str(&q, TAG_ISOLATION, "none") < 0) || (*mode && put_str(&q, TAG_MODE, mode) < 0) ||
+        (how == SHARED && (put_str(&q, TAG_ISOLATION, "chroot") < 0 || put_str(&q, TAG_PATH, f->run) < 0)))
         r = fail(e, ENOMEM, "describe the sandbox");
     if (r == 0)
         r = hub_call(f, T_REQ, &q, &answer, stream, e);
@@ -208,8 +214,12 @@ static int sandbox_make(struct first *f, int *stream, struct err *e)
     bool only_bare = strcmp(f->mode, "replace") == 0 || strcmp(f->mode, "manifest") == 0;
     struct err first = {0};
     if (!only_bare && !f->bare) {
-        if (f->hub >= 0 || hub_begin(f, false, &first) == 0)
-            if (create(f, false, stream, &first) == 0)
+        if (!f->asked) { /* the usual way would mount over all that is here */
+            f->shared = shared_here(f->run);
+            f->asked = true;
+        }
+        if (f->hub >= 0 || hub_begin(f, f->shared, &first) == 0)
+            if (create(f, f->shared ? SHARED : ISOLATED, stream, &first) == 0)
                 return 0;
         if (*f->mode)
             return fail(e, first.no, "%s", first.what);
@@ -218,6 +228,8 @@ static int sandbox_make(struct first *f, int *stream, struct err *e)
             return fail(e, first.no, "hold network none: no isolation works here: %.150s", first.what);
         /* a new hub, without a right that was only there to isolate */
         hub_end(f);
+        if (f->shared)
+            shared_leave(f->run);
         prctl(PR_CAPBSET_DROP, 21 /* SYS_ADMIN */);
     }
     if (f->hub < 0 && hub_begin(f, true, e) < 0)
@@ -226,13 +238,13 @@ static int sandbox_make(struct first *f, int *stream, struct err *e)
     if (f->user && !*f->mode) {
         struct err none = {0};
         strcpy(f->mode, "manifest");
-        if (create(f, true, stream, &none) == 0)
+        if (create(f, BARE, stream, &none) == 0)
             return 0;
         *f->mode = 0;
         size_t n = strlen(f->why);
         snprintf(f->why + n, sizeof f->why - n, "; in mode manifest: %.60s", none.what);
     }
-    return create(f, true, stream, e);
+    return create(f, BARE, stream, e);
 }
 
 static int renew(struct link *l, struct err *e)

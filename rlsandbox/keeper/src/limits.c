@@ -54,7 +54,7 @@ int limits_setup(struct keeper *k, const uint8_t *p, size_t n, const int *fds, s
     l->oom_seen = number(l->oom_fd, "oom_kill ");
     const struct settings *s = &k->set;
     bool ok = (l->memory_cg || !s->memory_bytes || put_str(&k->facts, TAG_FACT, "limit.memory=watchdog") == 0) &&
-              (l->pids_cg || !s->pids || put_str(&k->facts, TAG_FACT, s->bare ? "limit.pids=none" : "limit.pids=rlimit") == 0) &&
+              (l->pids_cg || !s->pids || put_str(&k->facts, TAG_FACT, s->bare ? "limit.pids=none" : s->shared ? "limit.pids=watchdog" : "limit.pids=rlimit") == 0) &&
               (!s->upper_bytes || put_str(&k->facts, TAG_FACT, s->disk || s->bare ? "limit.disk=none" : "limit.disk=tmpfs") == 0) &&
               (!s->nofile || put_str(&k->facts, TAG_FACT, "limit.nofile=rlimit") == 0);
     return ok ? 0 : fail(e, ENOMEM, "keep facts");
@@ -89,7 +89,7 @@ int limits_inside(struct keeper *k, struct err *e)
     }
     /* counted by user and user namespace, so by sandbox; a cgroup counts all users together. The init may go a little
      * further than the commands that it starts. */
-    if (s->pids && !s->bare) {
+    if (s->pids && !s->bare && !s->shared) { /* an old gVisor counts none */
         if (set(RLIMIT_NPROC, "nproc", s->pids + 2 + PIDS_SPARE, e) < 0)
             return -1;
         inside_nproc = s->pids + 2; /* the init, and a standby */

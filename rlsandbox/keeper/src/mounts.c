@@ -11,6 +11,7 @@
 #include <sys/stat.h>
 
 #include "sandbox.h"
+#include "shared.h"
 #include "skip.h"
 #include "sys.h"
 #include "trees.h"
@@ -156,7 +157,14 @@ int place_new(struct keeper *k, const char *path, const char *name, bool limited
         at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);
     if (limited && k->set.upper_inodes)
         snprintf(opt + at, sizeof opt - at, ",nr_inodes=%llu", (unsigned long long)k->set.upper_inodes);
-    if (mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt) < 0)
+    int r = mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt);
+    if (r < 0 && errno == EINVAL && shared_mounts) { /* an old gVisor counts no inodes */
+        char *inodes = strstr(opt, ",nr_inodes=");
+        if (inodes)
+            *inodes = 0;
+        r = mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt);
+    }
+    if (r < 0)
         return fail(e, errno, "mount a tmpfs for an upper layer (%s)", opt);
     return 0;
 }
@@ -205,6 +213,8 @@ void upper_forget(struct keeper *k, unsigned generation, bool sealed)
     char path[64], name[16];
     path_join(path, sizeof path, "/k/u/%u", generation);
     path_join(name, sizeof name, "%u", generation);
+    if (k->set.shared)
+        shared_view_drop(generation);
     pid_t p = (k->set.disk ? !sealed : tmpfs_used(path) > LARGE) ? helper_fork(k) : -1;
     if (p > 0)
         return;

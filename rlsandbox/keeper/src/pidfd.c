@@ -3,12 +3,16 @@
  * signal it would have to die, be reaped and its number go round, so nothing more is wanted of it. */
 #include "pidfd.h"
 
+#include <poll.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
 #include "sys.h"
+
+int pidfd_via = -1;
 
 int pidfd_of(pid_t pid)
 {
@@ -39,6 +43,39 @@ pid_t pidfd_number(int fd)
     return s ? (pid_t)strtol(s + 5, NULL, 10) : by_stat(fd);
 }
 
+enum { ASK_MS = 5000 };
+struct ask {
+    int32_t pid, sig;
+};
+
+static int ask(pid_t pid, int sig)
+{
+    struct ask q = {pid, sig};
+    struct pollfd p = {pidfd_via, POLLIN, 0};
+    int32_t no = ESRCH;
+    int r = -1;
+    if (send(pidfd_via, &q, sizeof q, MSG_NOSIGNAL) == sizeof q)
+        while ((r = poll(&p, 1, ASK_MS)) < 0 && errno == EINTR)
+            ;
+    if (r > 0 && recv(pidfd_via, &no, sizeof no, 0) != sizeof no)
+        no = ESRCH;
+    if (r == 0) { /* an answer that comes later would be taken for another one's */
+        shutdown(pidfd_via, SHUT_RDWR); /* for its init that is the end */
+        no = ETIMEDOUT;
+    }
+    errno = no;
+    return no ? -1 : 0;
+}
+
+int pidfd_serve(int sock)
+{
+    struct ask q;
+    if (recv(sock, &q, sizeof q, 0) != sizeof q || q.pid <= 1)
+        return -1;
+    int32_t no = kill(q.pid, q.sig) < 0 ? errno : 0;
+    return send(sock, &no, sizeof no, MSG_NOSIGNAL) == sizeof no ? 0 : -1;
+}
+
 int pidfd_kill(int fd, int sig)
 {
     int r = k_pidfd_signal(fd, sig);
@@ -49,5 +86,5 @@ int pidfd_kill(int fd, int sig)
         errno = ESRCH;
         return -1;
     }
-    return kill(pid, sig);
+    return pidfd_via < 0 ? kill(pid, sig) : ask(pid, sig);
 }

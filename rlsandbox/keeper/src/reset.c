@@ -11,6 +11,8 @@
 #include "limits.h"
 #include "manifest.h"
 #include "pause.h"
+#include "pidfd.h"
+#include "shared.h"
 #include "skip.h"
 #include "stack.h"
 #include "standby.h"
@@ -114,7 +116,14 @@ static pid_t let_go(struct keeper *k)
     buf_free(&k->look);
     k->standby.off = k->standby.soon = false;
     fd_close(&k->root_fd);
+    if (k->set.shared && k->proc_fd >= 0) {
+        fd_close(&k->before);
+        k->before = k->proc_fd;
+        k->proc_fd = -1;
+    }
     fd_close(&k->proc_fd);
+    fd_close(&k->side);
+    pidfd_via = -1;
     loop_drop(&k->loop, &k->init);
     while (k->ereq_head) {
         struct ereq *r = k->ereq_head;
@@ -153,36 +162,52 @@ static void await_end(pid_t pid)
 
 void episode_kill(struct keeper *k)
 {
+    struct err e = {0};
     reap(let_go(k));
     fd_close(&k->mnt_fd);
+    if (k->set.shared && shared_end(k, &e) < 0)
+        k->loop.stop = true; /* never go on beside them */
 }
 
 /* Upper layer, namespaces, ids: what it takes until the init of an episode goes on by itself. -2: there was one already. */
-static int begin(struct keeper *k, pid_t *pid, int *sock, struct err *e)
+static int begin(struct keeper *k, pid_t *pid, int *sock, int *to_init, struct err *e)
 {
-    int sv[2];
+    int sv[2], side[2] = {-1, -1};
     if (!k->set.bare && upper_new(k, e) < 0)
         return -1;
-    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0)
-        return fail(e, errno, "make a socket pair for the episode's init");
+    if (k->set.shared && socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, side) < 0)
+        return fail(e, errno, "make a socket pair for signals");
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0) {
+        fail(e, errno, "make a socket pair for the episode's init");
+        fd_close(&side[0]);
+        fd_close(&side[1]);
+        return -1;
+    }
     unsigned long flags = SIGCHLD | CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP | CLONE_NEWUSER;
+    if (k->set.shared)
+        flags = SIGCHLD | CLONE_NEWPID | CLONE_NEWIPC | CLONE_NEWUTS;
     if (!k->set.host_network)
         flags |= CLONE_NEWNET;
+    k->side_init = side[1];
     *pid = k->set.bare ? k_clone(SIGCHLD, NULL) : skip_clone(k, flags);
     if (*pid == 0) {
         close(sv[0]);
+        fd_close(&side[0]);
         episode_main(k, sv[1]);
     }
     int no = errno;
     close(sv[1]);
+    fd_close(&k->side_init);
     if (*pid < 0)
         fail(e, no, "clone the episode's init with new namespaces");
-    else if ((k->set.bare || map_ids(k, *pid, e) == 0) && send(sv[0], "g", 1, MSG_NOSIGNAL) == 1) {
+    else if ((k->set.bare || k->set.shared || map_ids(k, *pid, e) == 0) && send(sv[0], "g", 1, MSG_NOSIGNAL) == 1) {
         *sock = sv[0];
+        *to_init = side[0];
         return 0;
     }
     fail(e, errno, "talk to the episode's init");
     close(sv[0]);
+    fd_close(&side[0]);
     if (*pid > 0) {
         kill(*pid, SIGKILL);
         reap(*pid);
@@ -191,9 +216,11 @@ static int begin(struct keeper *k, pid_t *pid, int *sock, struct err *e)
 }
 
 /* The init that was begun becomes the episode's, once it is ready. */
-static int adopt(struct keeper *k, pid_t pid, int sock, struct err *e)
+static int adopt(struct keeper *k, pid_t pid, int sock, int side, struct err *e)
 {
     k->init_pid = pid;
+    k->side = k->set.shared ? side : -1;
+    pidfd_via = k->side;
     if (await_ready(k, sock, e) < 0 || set_nonblock(sock) < 0 || loop_add(&k->loop, &k->init, sock, 1 /* EPOLLIN */, from_init, k) < 0) {
         fail(e, errno, "watch the episode's init");
         if (k->init.fd != sock)
@@ -211,6 +238,7 @@ static void next_drop(struct keeper *k)
         return;
     k->next.pid = 0;
     fd_close(&k->next.sock);
+    fd_close(&k->next.side);
     kill(pid, SIGKILL);
     reap(pid);
     upper_forget(k, k->next.generation, false);
@@ -239,7 +267,7 @@ void episode_stage(struct keeper *k)
         return;
     }
     k->generation = k->next.generation = ++k->generations;
-    if (begin(k, &k->next.pid, &k->next.sock, &e) < 0) {
+    if (begin(k, &k->next.pid, &k->next.sock, &k->next.side, &e) < 0) {
         k->next.pid = 0;
         k->next.failed = true; /* the reset will say why */
         upper_forget(k, k->generation, false);
@@ -252,7 +280,7 @@ void episode_stage(struct keeper *k)
 int episode_start(struct keeper *k, struct err *e)
 {
     pid_t pid;
-    int sock = -1;
+    int sock = -1, side = -1;
     k->episode++;
     k->used = k->next.failed = false;
     if (k->next.pid > 0 && k->next.nstack == k->nstack && memcmp(k->next.stack, k->stack, k->nstack * sizeof *k->stack) == 0) {
@@ -263,7 +291,7 @@ int episode_start(struct keeper *k, struct err *e)
         if (waitid(P_PID, (id_t)pid, &si, WEXITED | WNOHANG | WNOWAIT) == 0 && !si.si_pid) {
             k->generation = k->next.generation;
             k->next.pid = 0;
-            if (adopt(k, pid, k->next.sock, &ignored) == 0)
+            if (adopt(k, pid, k->next.sock, k->next.side, &ignored) == 0)
                 return 0;
             upper_forget(k, k->generation, false);
         } /* else it died meanwhile: another one */
@@ -271,14 +299,14 @@ int episode_start(struct keeper *k, struct err *e)
     next_drop(k);
     k->generation = ++k->generations;
     struct err first = {0};
-    int r = begin(k, &pid, &sock, &first);
-    if (r == 0 && adopt(k, pid, sock, &first) == 0)
+    int r = begin(k, &pid, &sock, &side, &first);
+    if (r == 0 && adopt(k, pid, sock, side, &first) == 0)
         return 0;
     if ((r == -2 || first.no == ESRCH) && !k->set.bare) { /* perhaps somebody ended it: another one, once */
         struct err ignored = {0};
         upper_forget(k, k->generation, false);
         k->generation = ++k->generations;
-        if (begin(k, &pid, &sock, &ignored) == 0 && adopt(k, pid, sock, &ignored) == 0)
+        if (begin(k, &pid, &sock, &side, &ignored) == 0 && adopt(k, pid, sock, side, &ignored) == 0)
             return 0;
     }
     return fail(e, first.no, "%s", first.what);
@@ -318,12 +346,14 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     skip_keep(k);
     /* the next one is made while the old one dies: they share nothing */
     pid_t before = let_go(k);
-    int mnt = k->mnt_fd;
+    int mnt = k->mnt_fd, left = 0;
     k->mnt_fd = -1;
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
     t1 = now_ns();
     int r = episode_start(k, &e);
     await_end(before);
+    if (r == 0 && k->set.shared)
+        left = shared_end(k, &e);
     if (r < 0) { /* the old one may have been in the way of a limit */
         reap(before);
         before = 0;
@@ -332,8 +362,10 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         episode_sweep(k);
         e.no = 0;
         r = episode_start(k, &e);
+        if (r == 0 && k->set.shared)
+            left = shared_end(k, &e);
     }
-    if (r < 0)
+    if (r < 0 || left < 0)
         conn_fail(&k->conn, channel, e.no, e.what);
     else if (put_fmt(&b, TAG_FACT, "ns_end=%llu", (unsigned long long)(t1 - t0)) == 0 &&
              put_fmt(&b, TAG_FACT, "ns_start=%llu", (unsigned long long)(now_ns() - t1)) == 0)

@@ -15,7 +15,9 @@
 #include "limits.h"
 #include "manifest.h"
 #include "pause.h"
+#include "pidfd.h"
 #include "procs.h"
+#include "shared.h"
 #include "sys.h"
 #include "stack.h"
 #include "standby.h"
@@ -120,7 +122,7 @@ static int answer_hub(struct keeper *k, int hub, const struct err *e)
         r = put_u32(&b, TAG_ERRNO, (uint32_t)e->no) < 0 || put_str(&b, TAG_WHAT, e->what) < 0;
     else {
         r = put_fmt(&k->facts, TAG_FACT, "proc=%s", k->foreign_proc ? "foreign" : "own") < 0 ||
-            (k->set.bare && put_fmt(&k->facts, TAG_FACT, "trees=%s", procs_subreaper() ? "whole" : "session") < 0) ||
+            ((k->set.bare || k->set.shared) && put_fmt(&k->facts, TAG_FACT, "trees=%s", procs_subreaper() ? "whole" : "session") < 0) ||
             put_fmt(&k->facts, TAG_FACT, "reset_mode=%s", k->set.mode) < 0 || put_str(&b, TAG_MODE, k->set.mode) < 0 ||
             buf_add(&b, k->facts.p, k->facts.len) < 0;
     }
@@ -188,7 +190,7 @@ int sandbox_main(int hub_fd, int client_fd)
     struct err e = {0};
     k.layers.dir = "/k/s";
     k.hub.fd = -1;
-    k.init.fd = k.root_fd = k.proc_fd = k.mnt_fd = -1;
+    k.init.fd = k.root_fd = k.proc_fd = k.mnt_fd = k.side = k.side_init = k.before = -1;
 #ifdef RLS_SKIP
     k.left_root = k.left_ns = -1;
     if (skipped("keyring"))
@@ -224,15 +226,17 @@ int sandbox_main(int hub_fd, int client_fd)
     }
     configure(&k, room, (size_t)n, &e);
     /* the base's directories, /dev, where upper layers go on a disk, then cgroup files; without isolation only those */
-    size_t base = k.set.bare ? 0 : k.set.lowers + 1 + k.set.disk;
+    size_t base = k.set.bare || k.set.shared ? 0 : k.set.lowers + 1 + k.set.disk;
     if (!k.set.bare)
         prctl(PR_SET_PDEATHSIG, SIGKILL); /* else there would be nobody to end what it started */
     if (!e.no && nfds < base)
         fail(&e, EINVAL, "count the descriptors of the base: %zu for %zu", nfds, base);
-    if (!e.no && !k.set.bare && unshare(CLONE_NEWNS) < 0)
+    if (!e.no && k.set.shared)
+        shared_enter(&k, &e);
+    else if (!e.no && !k.set.bare && unshare(CLONE_NEWNS) < 0)
         fail(&e, errno, "make the keeper's mount namespace");
     if (!e.no && limits_setup(&k, room, (size_t)n, fds + base, nfds - base, &e) == 0 && 
-        (k.set.manifest ? manifest_begin(&k, &e) == 0 : k.set.bare || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[k.set.lowers], k.set.disk ? fds[base - 1] : -1, &e) == 0))) {
+        (k.set.manifest ? manifest_begin(&k, &e) == 0 : k.set.bare || k.set.shared || (facts_begin(&k, &e) == 0 && base_attach(&k, fds, fds[k.set.lowers], k.set.disk ? fds[base - 1] : -1, &e) == 0))) {
         for (size_t i = 0; i < nfds; i++)
             close(fds[i]);
         bool chosen = *k.set.mode;

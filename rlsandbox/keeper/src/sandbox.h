@@ -37,6 +37,8 @@ struct settings {
     uint32_t pids, nofile;
     bool host_network, one_id;
     bool disk; /* upper layers lie on a disk */
+    bool shared; /* all processes of the container share their mounts: shared.h */
+    char place[80]; /* and then: a directory of a volume, for the keeper's own */
     bool bare; /* isolation none: plain processes of the machine, nothing can be put back */
     bool manifest; /* and then: but for files, by a list of all inodes; commands are another user's */
     char user[128];
@@ -94,7 +96,7 @@ struct keeper {
     struct buf look;              /* at the first episode, before anything was asked for: made while the client reads that it is there */
     struct {
         pid_t pid; /* 0: none */
-        int sock;
+        int sock, side;
         unsigned generation, nstack;
         uint16_t stack[MAX_CHAIN];
         bool failed;
@@ -107,6 +109,8 @@ struct keeper {
     bool gc;
     pid_t init_pid, helpers[MAX_HELPERS]; /* forked by the keeper for its own work; 0: none */
     int root_fd, proc_fd; /* O_PATH of the episode's / and /proc */
+    int side, side_init; /* to its init, for signals (pidfd.h), where those need one; the end of the one that is being begun */
+    int before; /* where mounts are shared: /proc of the episode before; -1: none */
     int mnt_fd; /* its mount namespace: taking that apart takes longer than all else of an end */
     bool foreign_proc;
     struct src init;

@@ -91,6 +91,19 @@ static const struct check {
     {SYS_personality, 0, 6, 0xffffffffu, R_ALLOW, R_EPERM, {0, 8, 0x20000, 0x20008, 0x40000, 0xffffffffu}},
 };
 
+/* Where a pid namespace does not shield its init from those inside (an old gVisor): a signal to it is lost, as Linux has it. The
+ * call says that it was sent. */
+static const struct check shields[] = {
+    {SYS_kill, 0, 1, 0xffffffffu, SECCOMP_RET_ERRNO, R_ALLOW, {1}},
+    {SYS_tkill, 0, 1, 0xffffffffu, SECCOMP_RET_ERRNO, R_ALLOW, {1}},
+    {SYS_tgkill, 0, 1, 0xffffffffu, SECCOMP_RET_ERRNO, R_ALLOW, {1}},
+    {SYS_rt_sigqueueinfo, 0, 1, 0xffffffffu, SECCOMP_RET_ERRNO, R_ALLOW, {1}},
+    {SYS_rt_tgsigqueueinfo, 0, 1, 0xffffffffu, SECCOMP_RET_ERRNO, R_ALLOW, {1}},
+    {SYS_ptrace, 1, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
+    {SYS_process_vm_readv, 0, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
+    {SYS_process_vm_writev, 0, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
+};
+
 /* The filter is a search tree over stretches of numbers: the kernel runs it once for every number when it is installed, and
  * a list of comparisons made that a fifth of a reset. */
 struct stretch {
@@ -99,7 +112,7 @@ struct stretch {
     const struct check *check;
 };
 
-enum { ROOM = 600, STRETCHES = 2 * (COUNT_OF(refused) + COUNT_OF(missing) + COUNT_OF(checks)) + 3 };
+enum { ROOM = 600, STRETCHES = 2 * (COUNT_OF(refused) + COUNT_OF(missing) + COUNT_OF(checks) + COUNT_OF(shields)) + 3 };
 static struct {
     struct sock_filter f[ROOM];
     unsigned n;
@@ -170,6 +183,8 @@ int seccomp_prepare(struct err *e)
         one(missing[i], R_ENOSYS, NULL);
     for (size_t i = 0; i < COUNT_OF(checks); i++)
         one(checks[i].nr, 0, &checks[i]);
+    for (size_t i = 0; shared_mounts && i < COUNT_OF(shields); i++)
+        one(shields[i].nr, 0, &shields[i]);
     unsigned numbers = prog.ns;
     qsort(prog.s, numbers, sizeof *prog.s, by_number);
     /* what lies between is allowed */

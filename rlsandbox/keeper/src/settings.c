@@ -20,7 +20,8 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     struct tlv t;
     char word[32];
     int r;
-    bool bare = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0; /* no base then */
+    s->shared = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "chroot") == 0;
+    bool bare = s->shared || (tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0 && strcmp(word, "none") == 0); /* no base then */
     s->overlays = 1;
     strcpy(s->overlay[0].target, "/");
     while ((r = tlv_next(&it, &t)) == 1)
@@ -60,6 +61,14 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     tlv_str(p, n, TAG_HOSTNAME, s->hostname, sizeof s->hostname);
     tlv_str(p, n, TAG_TOKEN, s->token, sizeof s->token);
     tlv_str(p, n, TAG_MODE, s->mode, sizeof s->mode);
+    if (s->shared) { /* the base is the container's root, which the keeper takes itself */
+        if (tlv_str(p, n, TAG_PATH, s->place, sizeof s->place) <= 0 || s->place[0] != '/')
+            return fail(e, EINVAL, "make a sandbox: where mounts are shared its keeper needs a place");
+        if (strcmp(s->mode, "overlay"))
+            return fail(e, EINVAL, "make a sandbox in mode %s: where mounts are shared there is overlay", s->mode);
+        s->overlay[0].n = s->lowers = 1;
+        bare = false;
+    }
     s->manifest = bare && strcmp(s->mode, "manifest") == 0;
     tlv_str(p, n, TAG_USER, s->user, sizeof s->user);
     if (*s->mode && !s->manifest && strcmp(s->mode, "overlay") && strcmp(s->mode, "userns"))
@@ -71,7 +80,7 @@ int configure(struct keeper *k, const uint8_t *p, size_t n, struct err *e)
     s->pids = (uint32_t)tlv_get(p, n, TAG_PIDS, 0);
     s->nofile = (uint32_t)tlv_get(p, n, TAG_NOFILE, 0);
     struct tlv upper;
-    s->disk = tlv_find(p, n, TAG_UPPER, &upper) && upper.len > 5 && memcmp(upper.p, "disk:", 5) == 0 && !bare;
+    s->disk = tlv_find(p, n, TAG_UPPER, &upper) && upper.len > 5 && memcmp(upper.p, "disk:", 5) == 0 && !bare && !s->shared;
     s->bare = bare;
     if (bare) {
         strcpy(s->mode, s->manifest ? "manifest" : "replace");

@@ -62,6 +62,8 @@ static int publish(struct keeper *k, unsigned slot, const char *place, struct er
     struct buf b = {0};
     int fds[MAX_CHAIN];
     unsigned n = 0;
+    if (k->set.shared) /* no mount can be handed over, and nobody else is there */
+        return 0;
     int r = put_str(&b, TAG_KIND, "sealed") < 0 || (k->set.disk && put_str(&b, TAG_PATH, place) < 0) ? fail(e, errno, "describe a layer") : layers_put(&k->layers, slot, &b, fds, &n, e);
     if (r == 0 && k->hub.fd >= 0 && msg_send(k->hub.fd, b.p, b.len, fds, n) < 0)
         r = fail(e, errno, "give the layer to the hub");
@@ -118,7 +120,7 @@ int layer_make(struct keeper *k, const char *upper, const char *name, struct err
     char path[64];
     struct statfs fs;
     uint64_t bytes = k->set.disk ? tree_bytes(fd, 0) : fstatfs(fd, &fs) == 0 ? (uint64_t)(fs.f_blocks - fs.f_bfree) * (uint64_t)fs.f_bsize : 0;
-    if (k_mount_setattr(fd, "", AT_EMPTY_PATH, &a) < 0)
+    if (!k->set.shared && k_mount_setattr(fd, "", AT_EMPTY_PATH, &a) < 0)
         fail(e, errno, "make the layer read-only");
     else
         slot = layers_add(&k->layers, name, fd, bytes, k->stack, flat ? 0 : k->nstack, e);

@@ -48,13 +48,23 @@ struct k_open_how {
     uint64_t flags, mode, resolve;
 };
 
+/* oldsys.c. Whether all processes here share their mounts, whatever namespaces they make (an old gVisor): then a detached mount
+ * is a descriptor of its directory, and what is mounted anywhere is seen by all and has to be unmounted by somebody. */
+extern bool shared_mounts;
+int old_open_in(int root, const char *path, uint64_t flags, uint64_t resolve);
+int old_bind(int from, const char *to);
+
 static inline int k_open_tree(int dir, const char *path, unsigned flags)
 {
+    if (shared_mounts)
+        return openat(dir, path, O_PATH | O_DIRECTORY | O_CLOEXEC);
     return (int)syscall(open_tree_nr, dir, path, flags | K_OPEN_TREE_CLOEXEC);
 }
 
 static inline int k_move_mount(int from, const char *from_path, int to, const char *to_path)
 {
+    if (shared_mounts && !*from_path && to == AT_FDCWD)
+        return old_bind(from, to_path);
     return (int)syscall(move_mount_nr, from, from_path, to, to_path,
                         (*from_path ? 0 : K_MOVE_F_EMPTY) | (*to_path ? 0 : K_MOVE_T_EMPTY));
 }
@@ -64,10 +74,18 @@ static inline int k_mount_setattr(int fd, const char *path, unsigned flags, stru
     return (int)syscall(mount_setattr_nr, fd, path, flags, a, sizeof *a);
 }
 
+/* a test build (-DRLS_OLD_SYS) looks paths up as where openat2 is unknown */
+#if defined(RLS_OLD_SYS)
+enum { OLD_SYS = 1 };
+#else
+enum { OLD_SYS = 0 };
+#endif
+
 static inline int k_open_in(int dir, const char *path, uint64_t flags, uint64_t resolve)
 {
     struct k_open_how how = {flags | O_CLOEXEC, 0, resolve};
-    return (int)syscall(openat2_nr, dir, path, &how, sizeof how);
+    int fd = OLD_SYS ? -1 : (int)syscall(openat2_nr, dir, path, &how, sizeof how);
+    return fd < 0 && (OLD_SYS || errno == ENOSYS) ? old_open_in(dir, path, flags, resolve) : fd;
 }
 
 static inline int k_close_range(unsigned from, unsigned to)

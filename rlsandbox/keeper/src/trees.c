@@ -10,18 +10,35 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
+#include "sys.h"
+
 enum { ROOM = 64 << 10, XATTR_ROOM = 64 << 10 };
-static const char OVERLAY[] = "user.overlay.";
 
 bool is_whiteout(const struct stat *st)
 {
     return S_ISCHR(st->st_mode) && st->st_rdev == 0;
 }
 
+/* an old gVisor knows no overlays with attributes of users, and needs none: its sentry is the user */
+static const char *opaque_name(void)
+{
+    return shared_mounts ? "trusted.overlay.opaque" : "user.overlay.opaque";
+}
+
 bool is_opaque(int dir_fd)
 {
     char v[4];
-    return fgetxattr(dir_fd, "user.overlay.opaque", v, sizeof v) == 1 && v[0] == 'y';
+    return fgetxattr(dir_fd, opaque_name(), v, sizeof v) == 1 && v[0] == 'y';
+}
+
+int set_opaque(int dir_fd)
+{
+    return fsetxattr(dir_fd, opaque_name(), "y", 1, 0);
+}
+
+bool is_overlays_own(const char *xattr)
+{
+    return strncmp(xattr, "user.overlay.", 13) == 0 || strncmp(xattr, "trusted.overlay.", 16) == 0;
 }
 
 int open_dir(int dir, const char *name)
@@ -49,7 +66,7 @@ static int xattrs_within(int a, int b)
         return errno == ENOTSUP || errno == EPERM ? 0 : -1;
     for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
         const char *name = names + at;
-        if (strncmp(name, OVERLAY, sizeof OVERLAY - 1) == 0)
+        if (is_overlays_own(name))
             continue;
         ssize_t la = fgetxattr(a, name, va, sizeof va), lb = fgetxattr(b, name, vb, sizeof vb);
         if (la < 0 || la != lb || memcmp(va, vb, (size_t)la))
@@ -219,7 +236,7 @@ int copy_meta(int from_fd, int to_fd, const struct stat *st)
     ssize_t n = flistxattr(from_fd, names, sizeof names);
     for (ssize_t at = 0; at < n; at += (ssize_t)strlen(names + at) + 1) {
         ssize_t v = fgetxattr(from_fd, names + at, value, sizeof value);
-        if (v < 0 || strncmp(names + at, OVERLAY, sizeof OVERLAY - 1) == 0)
+        if (v < 0 || is_overlays_own(names + at))
             continue;
         if (fsetxattr(to_fd, names + at, value, (size_t)v, 0) < 0 && errno != ENOTSUP && errno != EPERM)
             return -1;

@@ -9,6 +9,8 @@ enum { TREE_DEPTH_MAX = 1000 };
 
 bool is_whiteout(const struct stat *st);
 bool is_opaque(int dir_fd);
+int set_opaque(int dir_fd);
+bool is_overlays_own(const char *xattr); /* nobody else's, on whatever kernel it was written */
 /* Same content, mode, owner, time, attributes? Names are looked up in the open directories, links not followed. */
 bool same_node(int a, const char *name_a, const struct stat *sa, int b, const char *name_b, const struct stat *sb);
 bool same_meta(const struct stat *a, const struct stat *b); /* mode and owner */

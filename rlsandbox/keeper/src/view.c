@@ -10,6 +10,7 @@
 #include <sys/vfs.h>
 
 #include "sandbox.h"
+#include "shared.h"
 #include "skip.h"
 #include "sys.h"
 #include "worker.h"
@@ -192,6 +193,8 @@ static int trees_build(struct keeper *k, bool upper, struct err *e)
 
 int view_below(struct keeper *k, struct err *e)
 {
+    if (k->set.shared)
+        return shared_below(k, e);
     if (unshare(CLONE_NEWNS) < 0)
         return fail(e, errno, "make a mount namespace for the view below");
     return trees_build(k, false, e);
@@ -227,6 +230,8 @@ unsigned stand_since(struct worker *w, uint16_t *above)
 int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc, struct err *e)
 {
     char path[64];
+    if (k->set.shared)
+        return shared_view(k, root_fd, proc_fd, e);
     int root = trees_build(k, true, e);
     if (root < 0)
         return -1;
@@ -241,7 +246,6 @@ int view_build(struct keeper *k, int *root_fd, int *proc_fd, bool *foreign_proc,
     if (skipped("mount") && k->generation > 1 && place(root, "/k/empty", 0, K_ATTR_RDONLY, "/sys", e) < 0)
         return -1;
     struct err none = {0};
-    *foreign_proc = false;
     if (fs_on(root, "proc", "/proc", MS_NOSUID | MS_NODEV | MS_NOEXEC, NULL, &none) < 0) {
         /* a masked /proc outside forbids a fresh one: show the outer one, and not writable */
         if (place(root, "/proc", K_AT_RECURSIVE, K_ATTR_RDONLY | K_ATTR_NOSUID | K_ATTR_NODEV | K_ATTR_NOEXEC, "/proc", e) < 0)

@@ -69,7 +69,7 @@ void worker_start(struct chan *c, bool wants_in, void (*fn)(struct worker *))
     c->job = ++k->next_job;
     pid_t pid = helper_fork(k);
     if (pid == 0) {
-        int keep[] = {in[0], out[1], result[1], k->root_fd, k->proc_fd};
+        int keep[] = {in[0], out[1], result[1], k->root_fd, k->proc_fd, k->before};
         w.in = in[0];
         w.out = out[1];
         w.result = result[1];
