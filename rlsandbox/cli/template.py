@@ -35,12 +35,13 @@ def _extra() -> None:
 )
 @click.option("--memory", metavar="SIZE", help="Such as 2GiB.")
 @click.option("--cpu", type=float, metavar="CORES")
+@click.option("--gvisor-class", metavar="NAME", help="For pods under gVisor: their RuntimeClass.")
 @click.option("--arch", default=None, metavar="ARCH", help="x86_64 or aarch64; default this machine's.")
 @click.option("--keeper", "with_keeper", is_flag=True, help="Also the keeper's ConfigMap (300 KB of base64).")
 @json_option
 def show(
-    image: str, mode: str, memory: str | None, cpu: float | None, arch: str | None, with_keeper: bool,
-    as_json: bool,
+    image: str, mode: str, memory: str | None, cpu: float | None, gvisor_class: str | None, arch: str | None,
+    with_keeper: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """A SandboxTemplate and SandboxWarmPool, ready to be changed and applied (JSON, which is YAML)."""
     _extra()
@@ -51,14 +52,18 @@ def show(
     if arch not in manifests.ARCH:
         raise ConfigError(f"--arch must be one of {', '.join(manifests.ARCH)}, not {arch!r}")
     keeper = manifests.keeper_config_map(keeper_binary(arch), arch)
+    if gvisor_class is not None and mode in ("userns", "manifest"):
+        raise ConfigError(f"--mode {mode}: under gVisor there are overlay and replace")
     spec = Spec(
         image=image,
         memory=memory,
         cpu=cpu,
         network="host" if mode in manifests.SHARED_NETWORK else "none",
         user="1000" if mode == "manifest" else None,
+        isolation="auto" if gvisor_class is None else "gvisor",
     )
-    pod = manifests.pod_spec(spec, manifests.Shape(mode=mode, arch=arch), keeper["metadata"]["name"])
+    shape = manifests.Shape(mode=mode, arch=arch, gvisor_class=gvisor_class)
+    pod = manifests.pod_spec(spec, shape, keeper["metadata"]["name"])
     made = [
         manifests.template("rlsandbox-example", pod),
         manifests.warm_pool("rlsandbox-example", "rlsandbox-example", 2),

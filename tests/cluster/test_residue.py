@@ -18,6 +18,8 @@ from tests.support.residue import Told, every_kind, primed
 WHERE = [
     ("privileged", "overlay", ROOT),
     ("privileged", "overlay", USER),
+    ("privileged", "gvisor", ROOT),
+    ("privileged", "gvisor", USER),
     ("baseline", "userns", ROOT),
     ("baseline", "userns", USER),
     ("baseline", "manifest", USER),
@@ -30,12 +32,17 @@ def test_every_kind_is_found_and_gone(
     any_kubeconfig: Path, make_namespace: Callable[..., str], capsys: Any, level: str, mode: str, user: str
 ) -> None:
     alone = mode == "manifest"
-    spec = Spec(memory="2GiB", pids=400)
+    spec = Spec(memory="2GiB", pids=400, isolation="gvisor" if mode == "gvisor" else "auto")
+    name, mode = mode, "overlay" if mode == "gvisor" else mode
     if alone:
         spec = Spec(memory="2GiB", pids=400, user="1000", network="host")
     told = Told()
     backend = Kubernetes(
-        kubeconfig=str(any_kubeconfig), namespace=make_namespace(level), image=TEST, mode=mode
+        kubeconfig=str(any_kubeconfig),
+        namespace=make_namespace(level),
+        image=TEST,
+        mode=mode,
+        gvisor_class="gvisor",
     )
 
     async def body() -> None:
@@ -49,6 +56,6 @@ def test_every_kind_is_found_and_gone(
 
     asyncio.run(body())
     with capsys.disabled():
-        print("\n" + told.lines(f"{mode}, as {user}"))
+        print("\n" + told.lines(f"{name}, as {user}"))
     assert not told.failures, "\n".join(told.failures)
     assert told.planted >= (50 if alone else 60)

@@ -6,6 +6,7 @@ Each look has its positive control in itself: the same look, from where nothing 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 
 from rlsandbox.keeper.frames import encode_fields, encode_message
 from rlsandbox.keeper.wire import Op, Type
@@ -59,14 +60,21 @@ async def opened_in_proc(where: Place, pids: list[int], user: str | None) -> set
     return {(int(pid), name) for pid, name in map(str.split, ran.out.splitlines())}
 
 
-async def nothing_is_read_in_proc(where: Place, pid: int, user: str | None) -> None:
-    for name in ("environ", "mem", "maps", "auxv", "syscall", "stack", "io"):
+async def nothing_is_read_in_proc(
+    where: Place, pid: int, user: str | None, *, but: Collection[str] = ()
+) -> None:
+    for name in sorted({"environ", "mem", "maps", "auxv", "syscall", "stack", "io"} - {*but}):
         assert (await where.sh(f"head -c 1 /proc/{pid}/{name}", user=user)).out == "", name
 
 
-async def first_process_is_shut(where: Place, user: str | None, program: str) -> None:
+async def first_process_is_shut(
+    where: Place, user: str | None, program: str, *, read: Collection[str] = ()
+) -> None:
+    """*read*: what may be read of it, since this kernel lets everybody and it holds nothing."""
     assert await opened_in_proc(where, [1], user) == set()
-    await nothing_is_read_in_proc(where, 1, user)
+    await nothing_is_read_in_proc(where, 1, user, but=read)
+    if "environ" in read:
+        assert (await where.sh("tr '\\0' '\\n' < /proc/1/environ | cut -d= -f1")).out == "PATH\n"
     said = [
         (await where.run([program, *words.split()], user=user)).said
         for words in ("ptrace 1", "vm_read 1", "pidfd_getfd 1", "kill 1 9", "setns /proc/1/ns/net")
@@ -95,10 +103,28 @@ SOCKETS = (
 )
 
 
-async def keepers_socket_is_nowhere(where: Place, *, mounted: bool = False) -> None:
-    """*mounted*: the directory over which the keeper is mounted belongs to the image's root. It is there, and empty."""
+KEEPERS = "/.rlsandbox-run/s/keeper"
+DIALS = (
+    "import socket, sys\n"
+    "try: socket.socket(socket.AF_UNIX).connect(sys.argv[1])\n"
+    "except OSError: print('refused')\n"
+    "else: print('connected')\n"
+)
+
+
+async def keepers_socket_is_nowhere(where: Place, *, mounted: bool = False, listed: bool = False) -> None:
+    """*mounted*: the directory over which the keeper is mounted belongs to the image's root. It is there, and empty.
+
+    *listed*: this kernel lists the sockets of all, the keeper's too. It can be reached under no name.
+    """
     ran = await where.run(["python3", "-c", SOCKETS])
-    assert (ran.code, ran.out) == (0, "/.rlsandbox\n" if mounted else ""), ran
+    seen = [line for line in ran.out.splitlines() if not (listed and line == f"named {KEEPERS}")]
+    assert (ran.code, seen) == (0, ["/.rlsandbox"] if mounted else []), ran
+    if listed:
+        assert f"named {KEEPERS}" in ran.out
+        for name in (KEEPERS, f"/proc/1/root{KEEPERS}", f"/../..{KEEPERS}"):
+            ran = await where.run(["python3", "-c", DIALS, name])
+            assert ran.out == "refused\n", (name, ran)
     # the same program finds one when there is one
     ran = await where.run(
         [
@@ -127,7 +153,8 @@ async def frames_reach_no_keeper(where: Place) -> None:
     assert (await where.run(["python3", "-c", links])).out.strip() == "[0, 1, 2]"
 
 
-async def two_share_nothing(one: Place, two: Place) -> None:
+async def two_share_nothing(one: Place, two: Place, *, abstract: bool = True) -> None:
+    """*abstract*: whether there are abstract sockets at all."""
     word = "other-" + secrets.token_hex(8)
     server = (
         "import ctypes, socket, time\n"
@@ -151,13 +178,15 @@ async def two_share_nothing(one: Place, two: Place) -> None:
         f"    if p.isdigit() and p != os.readlink('/proc/self') and '{word}' in open(f'/proc/{{p}}/cmdline').read():\n"
         "        print('process', p)\n"
     )
+    if not abstract:
+        server = "\n".join(line for line in server.splitlines() if "a.bind" not in line)
     started = await one.sh(
         'mkfifo /tmp/.up; python3 -c "$CODE" > /tmp/.up 2>/dev/null & read -r line < /tmp/.up; echo $line',
         env={"CODE": server},
     )
     assert started.out == "up\n", started
     inside = (await one.run(["python3", "-c", client])).out.split()
-    assert {"abstract", "tcp", "shm", f"/tmp/{word}"} <= set(inside), (
+    assert {*(["abstract"] if abstract else []), "tcp", "shm", f"/tmp/{word}"} <= set(inside), (
         "control: in the same sandbox all of it works"
     )
     outside = await two.run(["python3", "-c", client])

@@ -220,15 +220,16 @@ TRY(t_set_if) /* the flags it has: allowed or not is what is asked */
     int fd = socket(AF_INET, SOCK_DGRAM, 0);
     return fd < 0 || ioctl(fd, SIOCGIFFLAGS, &r) < 0 ? -1 : ioctl(fd, SIOCSIFFLAGS, &r);
 }
-TRY(t_int80) /* the 32-bit entry: getpid */
+TRY(t_int80) /* the 32-bit entry: getpid, or a number and a path in the first register of both kinds of calls */
 {
-    UNUSED;
 #ifdef __x86_64__
-    long r;
-    __asm__ volatile("int $0x80" : "=a"(r) : "a"(20) : "memory", "r8", "r9", "r10", "r11");
+    long r, nr = argc > 1 ? atol(argv[1]) : 20;
+    const char *path = argc > 2 ? argv[2] : NULL;
+    __asm__ volatile("int $0x80" : "=a"(r) : "a"(nr), "b"(path), "D"(path) : "memory", "r8", "r9", "r10", "r11");
     errno = r < 0 ? (int)-r : 0;
     return r < 0 ? -1 : r;
 #else
+    UNUSED;
     errno = ENOSYS;
     return -1;
 #endif

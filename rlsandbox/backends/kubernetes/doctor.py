@@ -136,6 +136,7 @@ async def _namespace(api: Api) -> list[Row]:
     if mode == "userns":
         what += (
             "; manifest where the nodes' seccomp profile forbids that and Spec(user=...) is none of root's"
+            "; replace under gVisor"
         )
     return [Row("Pod Security level", status, what, fix)]  # type: ignore[arg-type]
 

@@ -104,14 +104,13 @@ static _Noreturn void read_path(struct inside *in, const char *path, struct err 
     if (at > INT64_MAX)
         refused(in, e, EINVAL, "seek in", path);
     if (flags & R_SPARSE) {
-        off_t data = lseek(fd, (off_t)at, SEEK_DATA);
+        off_t hole, data = next_data(fd, (off_t)at, &hole);
         if (data < 0 && errno != ENXIO)
             failed(in, e, "look for data in", path);
         if (data < 0) { /* a hole to the end */
             at = (uint64_t)st.st_size;
             left = 0;
         } else {
-            off_t hole = lseek(fd, data, SEEK_HOLE);
             at = (uint64_t)data;
             if (hole > data && (uint64_t)(hole - data) < left)
                 left = (uint64_t)(hole - data);

@@ -75,7 +75,7 @@ int old_open_in(int root, const char *path, uint64_t flags, uint64_t resolve)
         }
         if (S_ISLNK(st.st_mode) && !(last && !slash && flags & O_NOFOLLOW && flags & O_PATH)) {
             ssize_t got = readlinkat(fd, "", to, sizeof to - 1);
-            int no = got < 0 ? errno : resolve & K_RESOLVE_NO_SYMLINKS || (last && flags & O_NOFOLLOW) || ++links > LINKS_MAX ? ELOOP : 0;
+            int no = got < 0 ? errno : resolve & K_RESOLVE_NO_SYMLINKS || (last && !slash && flags & O_NOFOLLOW) || ++links > LINKS_MAX ? ELOOP : 0;
             close(fd);
             if (!no && (size_t)got + strlen(s) + 1 > sizeof left)
                 no = ENAMETOOLONG;

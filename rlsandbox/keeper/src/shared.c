@@ -83,6 +83,75 @@ static int dev_frame(struct err *e)
     return 0;
 }
 
+/* `path` below the view's root in the top layer: each directory on the way as the image has it. Its last directory, open, and what
+ * `name` is then; -1 with errno. */
+static int in_skeleton(char *path, const char **name)
+{
+    int base = open_dir(AT_FDCWD, "k/l/0"), skel = open_dir(AT_FDCWD, "k/skel"), r = base < 0 || skel < 0 ? -1 : 0;
+    char *s = path + 1, *slash;
+    for (; r == 0 && (slash = strchr(s, '/')); s = slash + 1) {
+        struct stat st;
+        *slash = 0;
+        int b = open_dir(base, s), no = 0;
+        bool made = mkdirat(skel, s, 0700) == 0;
+        int k = open_dir(skel, s);
+        if (b < 0 || k < 0 || fstat(b, &st) < 0 || (made && copy_meta(b, k, &st) < 0))
+            r = -1, no = errno;
+        fd_close(&base);
+        fd_close(&skel);
+        base = b;
+        skel = k;
+        errno = no;
+    }
+    int no = errno;
+    fd_close(&base);
+    if (r < 0)
+        fd_close(&skel);
+    errno = no;
+    *name = s;
+    return skel;
+}
+
+/* What is mounted inside the container's root is no part of the base, but an old gVisor shows it there: the pod's volumes, with
+ * the keeper's own. Directories are empty in the view, files are not there. */
+static int mounts_hide(struct err *e)
+{
+    static const char *const others[] = {"/", "/proc", "/sys", "/dev", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"};
+    static char text[256 << 10];
+    char path[4096], *save = NULL;
+    if (read_file_at(AT_FDCWD, "/proc/self/mounts", text, sizeof text) <= 0)
+        return fail(e, errno, "read which mounts there are");
+    for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
+        const char *name;
+        struct stat st;
+        bool skip = sscanf(line, "%*s %4095s", path) != 1 || strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 || strncmp(path, "/sys/", 5) == 0;
+        for (size_t i = 0; i < COUNT_OF(others); i++)
+            skip |= strcmp(path, others[i]) == 0;
+        if (skip)
+            continue;
+        if (strchr(path, '\\') || lstat(path, &st) < 0) /* a name written in numbers: none that a pod should have */
+            return fail(e, EINVAL, "hide what is mounted on %.200s", path);
+        bool folder = S_ISDIR(st.st_mode);
+        int dir = in_skeleton(path, &name), own = -1;
+        if (dir < 0) {
+            if (errno == ENOENT) /* inside another one, and so hidden with it */
+                continue;
+            return fail(e, errno, "hide what is mounted on %.200s", name);
+        }
+        int r = folder ? mkdirat(dir, name, 0700) : mknodat(dir, name, S_IFCHR, 0);
+        if (r == 0 && folder) {
+            own = open_dir(dir, name);
+            r = own < 0 || fchown(own, st.st_uid, st.st_gid) < 0 || fchmod(own, st.st_mode & 07777) < 0 ? -1 : set_opaque(own);
+        }
+        int no = errno;
+        fd_close(&own);
+        close(dir);
+        if (r < 0 && no != EEXIST)
+            return fail(e, no, "hide what is mounted on %.200s", name);
+    }
+    return 0;
+}
+
 /* The top lower layer: what the kubelet mounts over files of /etc, as it is now, since what is mounted inside the container's
  * root is not part of the base; and mount points that the image has not. */
 static int skeleton(struct err *e)
@@ -111,7 +180,7 @@ static int skeleton(struct err *e)
     fd_close(&from);
     fd_close(&shown);
     fd_close(&etc);
-    return r;
+    return r < 0 ? r : mounts_hide(e);
 }
 
 int shared_enter(struct keeper *k, struct err *e)

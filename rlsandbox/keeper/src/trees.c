@@ -245,6 +245,21 @@ int copy_meta(int from_fd, int to_fd, const struct stat *st)
 }
 
 /* Holes stay holes. */
+off_t next_data(int fd, off_t at, off_t *end)
+{
+    struct stat st;
+    off_t data = lseek(fd, at, SEEK_DATA);
+    if (data >= 0) {
+        *end = lseek(fd, data, SEEK_HOLE);
+        return *end < 0 ? -1 : data;
+    }
+    if (errno != EINVAL || fstat(fd, &st) < 0) /* where holes are not told (gVisor) all is data */
+        return -1;
+    *end = st.st_size;
+    errno = ENXIO;
+    return at < st.st_size ? at : -1;
+}
+
 int copy_bytes(int from, int to, off_t size)
 {
     static uint8_t room[ROOM];
@@ -252,11 +267,10 @@ int copy_bytes(int from, int to, off_t size)
     if (ftruncate(to, size) < 0)
         return -1;
     while (at < size) {
-        off_t data = lseek(from, at, SEEK_DATA);
+        off_t hole, data = next_data(from, at, &hole);
         if (data < 0)
             return errno == ENXIO ? 0 : -1;
-        off_t hole = lseek(from, data, SEEK_HOLE);
-        if (hole < 0 || lseek(from, data, SEEK_SET) < 0 || lseek(to, data, SEEK_SET) < 0)
+        if (lseek(from, data, SEEK_SET) < 0 || lseek(to, data, SEEK_SET) < 0)
             return -1;
         for (at = data; at < hole;) {
             ssize_t r = read(from, room, hole - at < ROOM ? (size_t)(hole - at) : ROOM);

@@ -19,6 +19,8 @@ int remove_tree(int dir, const char *name); /* whatever `name` is; -1 with errno
 /* Makes `name` in `to` a copy of `from`'s, with all below it. */
 int copy_tree(int from, const char *name, int to, const char *to_name, int depth);
 int copy_bytes(int from, int to, off_t size); /* into an empty file; holes stay holes */
+/* The first data at or after `at`, and where it ends; -1 with ENXIO: there is none. */
+off_t next_data(int fd, off_t at, off_t *end);
 int copy_meta(int from_fd, int to_fd, const struct stat *st); /* owner, mode, xattrs, times */
 uint64_t tree_bytes(int dir, int depth); /* what it takes on its disk, all below it */
 int open_dir(int dir, const char *name);

@@ -19,9 +19,10 @@ from rlsandbox.spec import Spec
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from aiohttp import web
 
-from rlsandbox.backends.kubernetes import Kubernetes, failures, names, policy
+from rlsandbox.backends.kubernetes import Kubernetes, failures, manifests, names, policy
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, reap, server_time
+from rlsandbox.backends.kubernetes.stanza import problems
 from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
@@ -189,6 +190,20 @@ def test_a_removal_whose_answer_is_lost_is_done(tmp_path: Path) -> None:
         await backend.close()
 
     run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("mode", "adds"), [("overlay", ["SYS_ADMIN", "SYS_CHROOT"]), ("userns", None), ("replace", None)]
+)
+def test_pods_under_gvisor_ask_for_rights_where_overlay_is_allowed(mode: str, adds: list[str] | None) -> None:
+    shape = manifests.Shape(mode=mode, image="i", gvisor_class="runsc")
+    pod = manifests.pod_spec(Spec(isolation="gvisor", network="host"), shape, "cm")
+    context = pod["containers"][0]["securityContext"]
+    assert (pod["runtimeClassName"], "hostUsers" in pod) == ("runsc", False)
+    assert (context.get("capabilities") or {}).get("add") == adds
+    assert (context["runAsUser"] == 0) == (mode != "replace")
+    assert ("--mode" in pod["containers"][0]["args"]) == (adds is None)
+    assert problems(pod) == []
 
 
 def test_a_removal_takes_as_long_as_the_pod(tmp_path: Path) -> None:
