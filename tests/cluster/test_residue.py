@@ -24,6 +24,12 @@ WHERE = [
     ("baseline", "userns", USER),
     ("baseline", "manifest", USER),
 ]
+NOT_SEEN = "each episode has an IPC namespace of its own, which an old gVisor lets nobody look into"
+GVISOR = {
+    **dict.fromkeys(("SysV shared memory", "SysV semaphores", "SysV message queue"), NOT_SEEN),
+    "abstract socket": "an old gVisor has none in a network namespace",
+    "CPU affinity of the episode's first process": "gVisor schedules by none",
+}
 
 
 @pytest.mark.timeout(1200)
@@ -50,7 +56,8 @@ def test_every_kind_is_found_and_gone(
             async with place(backend, spec) as where:
                 assert where.mode == mode
                 setup = SETUP_OF_USER if alone else SETUP
-                await every_kind(await primed(where, user, setup=setup, shared=alone), told, whole=True)
+                suite = await primed(where, user, setup=setup, shared=alone)
+                await every_kind(suite, told, whole=True, but=GVISOR if name == "gvisor" else None)
         finally:
             await backend.close()
 

@@ -157,12 +157,13 @@ int place_new(struct keeper *k, const char *path, const char *name, bool limited
         at += (size_t)snprintf(opt + at, sizeof opt - at, ",size=%llu", (unsigned long long)k->set.upper_bytes);
     if (limited && k->set.upper_inodes)
         snprintf(opt + at, sizeof opt - at, ",nr_inodes=%llu", (unsigned long long)k->set.upper_inodes);
-    int r = mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt);
+    const unsigned long flags = MS_NOSUID | (k->set.shared ? 0 : MS_NODEV); /* there the nodes of /dev lie on it */
+    int r = mount("rls", path, "tmpfs", flags, opt);
     if (r < 0 && errno == EINVAL && shared_mounts) { /* an old gVisor counts no inodes */
         char *inodes = strstr(opt, ",nr_inodes=");
         if (inodes)
             *inodes = 0;
-        r = mount("rls", path, "tmpfs", MS_NOSUID | MS_NODEV, opt);
+        r = mount("rls", path, "tmpfs", flags, opt);
     }
     if (r < 0)
         return fail(e, errno, "mount a tmpfs for an upper layer (%s)", opt);

@@ -114,11 +114,12 @@ static int in_skeleton(char *path, const char **name)
 
 /* What is mounted inside the container's root is no part of the base, but an old gVisor shows it there: the pod's volumes, with
  * the keeper's own. Directories are empty in the view, files are not there. */
-static int mounts_hide(struct err *e)
+static int mounts_hide(const char *run, struct err *e)
 {
     static const char *const others[] = {"/", "/proc", "/sys", "/dev", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"};
     static char text[256 << 10];
     char path[4096], *save = NULL;
+    size_t n = strlen(run);
     if (read_file_at(AT_FDCWD, "/proc/self/mounts", text, sizeof text) <= 0)
         return fail(e, errno, "read which mounts there are");
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
@@ -127,6 +128,7 @@ static int mounts_hide(struct err *e)
         bool skip = sscanf(line, "%*s %4095s", path) != 1 || strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 || strncmp(path, "/sys/", 5) == 0;
         for (size_t i = 0; i < COUNT_OF(others); i++)
             skip |= strcmp(path, others[i]) == 0;
+        skip |= strncmp(path, run, n) == 0 && path[n] == '/'; /* what was mounted here just now */
         if (skip)
             continue;
         if (strchr(path, '\\') || lstat(path, &st) < 0) /* a name written in numbers: none that a pod should have */
@@ -154,7 +156,7 @@ static int mounts_hide(struct err *e)
 
 /* The top lower layer: what the kubelet mounts over files of /etc, as it is now, since what is mounted inside the container's
  * root is not part of the base; and mount points that the image has not. */
-static int skeleton(struct err *e)
+static int skeleton(const char *run, struct err *e)
 {
     static const char *const wanted[] = {"proc", "sys", "dev", "tmp"}, *const files[] = {"hosts", "hostname", "resolv.conf"};
     char path[64];
@@ -180,7 +182,7 @@ static int skeleton(struct err *e)
     fd_close(&from);
     fd_close(&shown);
     fd_close(&etc);
-    return r < 0 ? r : mounts_hide(e);
+    return r < 0 ? r : mounts_hide(run, e);
 }
 
 int shared_enter(struct keeper *k, struct err *e)
@@ -205,7 +207,7 @@ int shared_enter(struct keeper *k, struct err *e)
         return fail(e, errno, "bind the container's root");
     if (stat("/dev/pts", &st) == 0 && mount("/dev/pts", "dev/pts", NULL, MS_BIND, NULL) < 0)
         return fail(e, errno, "bind /dev/pts");
-    if (skeleton(e) < 0)
+    if (skeleton(k->set.place, e) < 0)
         return -1;
     if (chroot(".") < 0 || chdir("/") < 0)
         return fail(e, errno, "chroot to the keeper's place");
