@@ -350,11 +350,13 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
     k->mnt_fd = -1;
     chan_end_all(k, ECANCELED, "run in the episode: it was reset");
     t1 = now_ns();
-    int r = episode_start(k, &e);
-    await_end(before);
-    if (r == 0 && k->set.shared)
+    if (k->set.shared) { /* nobody begins beside its processes, which outlive its init */
+        await_end(before);
         left = shared_end(k, &e);
-    if (r < 0) { /* the old one may have been in the way of a limit */
+    }
+    int r = left < 0 ? -1 : episode_start(k, &e);
+    await_end(before);
+    if (r < 0 && left == 0) { /* the old one may have been in the way of a limit */
         reap(before);
         before = 0;
         fd_close(&mnt);
@@ -362,10 +364,8 @@ void op_reset(struct keeper *k, uint32_t channel, const uint8_t *p, size_t n)
         episode_sweep(k);
         e.no = 0;
         r = episode_start(k, &e);
-        if (r == 0 && k->set.shared)
-            left = shared_end(k, &e);
     }
-    if (r < 0 || left < 0)
+    if (r < 0)
         conn_fail(&k->conn, channel, e.no, e.what);
     else if (put_fmt(&b, TAG_FACT, "ns_end=%llu", (unsigned long long)(t1 - t0)) == 0 &&
              put_fmt(&b, TAG_FACT, "ns_start=%llu", (unsigned long long)(now_ns() - t1)) == 0)
