@@ -238,11 +238,11 @@ def _secure(
             "runAsGroup": 0,
             "capabilities": {"add": ["SYS_ADMIN", "SYS_CHROOT"] if gvisor else ["SYS_ADMIN"]},
             "seccompProfile": {"type": "RuntimeDefault"},
-            # The usual profile for containers forbids mounts; where there is no AppArmor this says nothing.
-            "appArmorProfile": {"type": "Unconfined"},
         }
         if not gvisor:
             pod["hostUsers"] = False  # SYS_ADMIN counts within the pod's own user namespace only
+            # The usual profile for containers forbids mounts; where there is no AppArmor this says nothing.
+            container["securityContext"]["appArmorProfile"] = {"type": "Unconfined"}
     elif mode == "userns":
         # No seccomp profile is asked for: RuntimeDefault forbids what is needed, and naming none is baseline.
         container["securityContext"] = {"runAsUser": 0, "runAsGroup": 0}

@@ -202,6 +202,7 @@ def test_pods_under_gvisor_ask_for_rights_where_overlay_is_allowed(mode: str, ad
     assert (pod["runtimeClassName"], "hostUsers" in pod) == ("runsc", False)
     assert (context.get("capabilities") or {}).get("add") == adds
     assert (context["runAsUser"] == 0) == (mode != "replace")
+    assert "appArmorProfile" not in context
     assert ("--mode" in pod["containers"][0]["args"]) == (adds is None)
     assert problems(pod) == []
 
