@@ -57,8 +57,15 @@ class TestGvisor(TestOverlay):
     skip: ClassVar[dict[str, str]] = {
         **TestOverlay.skip,
         **dict.fromkeys(("much_", "session_much", "files_sparse_read_whole"), "as overlay"),
+        "grade_without_room": "inodes are not counted there: it would make empty files for ever",
+        "pause_remembers_who_was_stopped": "a stopped process is hung up when its shell ends, as the group is an orphan",
     }
     spec = Spec(memory="2GiB", isolation="gvisor")
+
+    @pytest.fixture(autouse=True)
+    def _trees(self, request: pytest.FixtureRequest) -> None:
+        if request.node.name == "test_timeout_kills_the_tree[double-fork]":
+            pytest.skip("no subreapers there: what left its parent and its session ends with the episode")
 
 
 class TestUserns(TestOverlay):
