@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from ..errors import CommandError, ConfigError, SandboxStateError, UnsupportedError, file_error
 from ..keeper.channel import CommandChannel, Exit, Sink
-from ..keeper.client import KeeperClient
+from ..keeper.client import HeldClient, KeeperClient
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..keeper.frames import encode_fields, field
 from ..keeper.liveness import ANSWER_S
@@ -133,7 +133,7 @@ class SandboxBase(Live):
 
     def attach(self, client: KeeperClient, *, node: str | None = None) -> None:
         """The keeper this sandbox speaks to from now on (after a restore, another one)."""
-        self._client = client
+        self._client = HeldClient(client)
         client.label(self.id, self.task.id)
         if node is not None:
             self.node = node
@@ -165,6 +165,13 @@ class SandboxBase(Live):
     def client(self) -> KeeperClient:
         """The keeper's client, for the pool."""
         return self._client
+
+    def part(self) -> None:
+        """Its place is given back: whatever is still done with this handle must not reach who has it next."""
+        sandbox, task = self.id, self.task.id
+        self._client.part(
+            lambda: SandboxStateError("the sandbox was given back meanwhile", sandbox=sandbox, task=task)
+        )
 
     @property
     def state(self) -> State:
@@ -303,8 +310,10 @@ class SandboxBase(Live):
         who = user if user is not None else self.spec.user if self.spec.user is not None else self._user
         if who is None:
             return None
-        if not who:
-            raise ConfigError("user must be a name, a uid or uid:gid, not an empty text")
+        if isinstance(who, int) and not isinstance(who, bool):  # as in Spec
+            who = str(who)
+        if not isinstance(who, str) or not who or who.startswith("-"):
+            raise ConfigError(f"user must be a name, a uid or uid:gid, not {who!r}")
         name, _, group = who.partition(":")
         name = (
             name or "root"
@@ -340,6 +349,11 @@ class SandboxBase(Live):
         if self._state == "released":
             raise self.located(SandboxStateError("the sandbox was released while the command ran"))
 
+    def unstarted(self, error: KeeperFailure, argv: list[bytes]) -> Exception:
+        """A command that did not start: what it says, unless the sandbox was given back meanwhile."""
+        self.check_held()
+        return cast(Exception, self.located(start_error(error, argv)))
+
     def require_ready(self) -> None:
         self._require("ready")
 
@@ -373,7 +387,7 @@ class SandboxBase(Live):
                     await answer
             end = await channel.wait()
         except KeeperFailure as error:
-            raise self.located(start_error(error, argv)) from None
+            raise self.unstarted(error, argv) from None
         except BaseException:
             if not channel.ended:
                 await channel.cancelled(CANCEL_GRACE_S)

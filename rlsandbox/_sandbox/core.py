@@ -27,7 +27,6 @@ from .command import (
     callback,
     content_bytes,
     keepers_limit,
-    start_error,
 )
 from .host import AsyncSnapshot
 from .process import AsyncProcess
@@ -116,7 +115,7 @@ class AsyncSandbox(SandboxBase):
             try:
                 await channel.started()
             except KeeperFailure as error:
-                raise self.located(start_error(error, argv)) from None
+                raise self.unstarted(error, argv) from None
             except BaseException:
                 if not channel.ended:
                     await channel.cancelled(CANCEL_GRACE_S)
@@ -305,6 +304,7 @@ class AsyncSandbox(SandboxBase):
         if self._state == "released":
             return
         self._state = "released"
+        self.part()
         for channel in list(self._commands):
             channel.cancel()  # their callers are told; what they left is the reset's business
         await self._host.release(self, discard=discard)

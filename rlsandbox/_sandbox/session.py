@@ -27,12 +27,12 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ..errors import ConfigError, SandboxDiedError, SessionDiedError, file_error
+from ..errors import ConfigError, SandboxDiedError, SandboxStateError, SessionDiedError, file_error
 from ..keeper.channel import CONTROL_OUT, STDIN, CommandChannel, Exit
 from ..keeper.connection import CANCEL_GRACE_S, KeeperFailure
 from ..results import CommandResult
 from .base import Deadline
-from .command import Collector, beginning, content_bytes, script_bytes, start_error
+from .command import Collector, beginning, content_bytes, script_bytes
 from .host import Live
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class AsyncSession(Live):
         try:
             await channel.started()
         except KeeperFailure as error:
-            raise sandbox.located(start_error(error, argv)) from None
+            raise sandbox.unstarted(error, argv) from None
         except BaseException:
             if not channel.ended:
                 await channel.cancelled(CANCEL_GRACE_S)
@@ -118,6 +118,7 @@ class AsyncSession(Live):
             limit = self._sandbox.output_limit(output_limit)
             source = b"/dev/null" if stdin is None else await self._put_stdin(stdin)
             try:
+                self._check()  # the shell may have ended while its input was written
                 result = await self._run(script, source, timeout, limit, beginning(cmd))
             finally:
                 if stdin is not None:
@@ -256,7 +257,7 @@ class AsyncSession(Live):
 
     async def _drop_stdin(self, path: bytes) -> None:
         # It may have gone already: with the command, or with the sandbox.
-        with contextlib.suppress(KeeperFailure, SandboxDiedError):
+        with contextlib.suppress(KeeperFailure, SandboxDiedError, SandboxStateError):
             await self._sandbox.client.remove(path.decode())
 
 

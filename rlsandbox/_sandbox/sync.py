@@ -253,6 +253,7 @@ class Sandbox(_CM):
             for stream, data in process:
                 on_output(stream, data)
             result = process.wait()
+        self._async.check_held()
         return self._async.checked(result) if check else result
 
     def popen(

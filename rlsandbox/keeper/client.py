@@ -8,14 +8,14 @@ the stream ends, the sandbox is lost.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Sequence
 from typing import Any
 
 from ..errors import SandboxError
 from ..results import FileInfo
-from .channel import CommandChannel, Exit
+from .channel import Channel, CommandChannel, Exit, Sink
 from .connection import CANCEL_GRACE_S, Connection, KeeperFailure, Welcome, _ignore, facts_of
-from .frames import Entry, decode_entries, encode_fields
+from .frames import Entry, Fields, decode_entries, encode_fields
 from .wire import Op, Tag
 
 _KINDS: dict[str, Any] = {"f": "file", "d": "dir", "l": "symlink", "o": "other", "x": "deleted"}
@@ -217,6 +217,43 @@ async def told(tar: AsyncIterable[bytes], arriving: Callable[[], object]) -> Asy
         yield piece
 
 
+class HeldClient(KeeperClient):
+    """One holder's way to a keeper that others hold after it: the same connection, until it is parted with.
+
+    What a holder still does then (a policy's thread that nobody can stop, a transfer of many files) must not
+    reach the episode of the next one.
+    """
+
+    __slots__ = ("_parted",)
+
+    def __init__(self, client: KeeperClient) -> None:
+        self.__dict__ = client.__dict__  # one connection, one state
+        self._parted: Callable[[], SandboxError] | None = None
+
+    def part(self, why: Callable[[], SandboxError]) -> None:
+        """Every request from now on raises *why*, and so does one under way that fails."""
+        if self._parted is None:
+            self._parted = why
+
+    def request(self, payload: bytes, *, sink: Sink | None = None) -> Channel:
+        if self._parted is not None:
+            raise self._parted()
+        return super().request(payload, sink=sink)
+
+    def command(self, argv: Sequence[str | bytes], **how: Any) -> CommandChannel:
+        if self._parted is not None:
+            raise self._parted()
+        return super().command(argv, **how)
+
+    async def finish(self, channel: Channel, timeout: float | None = None) -> Fields:
+        try:
+            return await super().finish(channel, timeout)
+        except KeeperFailure:
+            if self._parted is not None:  # its episode was ended under it
+                raise self._parted() from None
+            raise
+
+
 async def _from(source: KeeperClient, layer: str) -> AsyncGenerator[bytes, None]:
     """A layer of another sandbox, whose failures are not this one's."""
     tar = source.export(layer)
@@ -249,4 +286,13 @@ def file_info(entry: Entry) -> FileInfo:
     )
 
 
-__all__ = ["Changes", "CommandChannel", "Exit", "KeeperClient", "KeeperFailure", "Welcome", "file_info"]
+__all__ = [
+    "Changes",
+    "CommandChannel",
+    "Exit",
+    "HeldClient",
+    "KeeperClient",
+    "KeeperFailure",
+    "Welcome",
+    "file_info",
+]

@@ -132,6 +132,7 @@ class Borrower:
     async def renew(self, sandbox: AsyncSandbox) -> None:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
         number, lease.number = lease.number, None
+        sandbox.part()
         await self._give_back(sandbox, number, None, await detached(sandbox.client, QUIET_S))
         await self._move(sandbox, sandbox.task, None)
 
@@ -139,6 +140,7 @@ class Borrower:
         lease: Any = sandbox._lease  # type: ignore[attr-defined]
         lease.asleep = await self.snapshot(sandbox, kill=True, name=None)
         number, lease.number = lease.number, None
+        sandbox.part()
         await self._give_back(sandbox, number, None, await detached(sandbox.client, QUIET_S))
 
     async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:

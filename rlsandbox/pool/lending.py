@@ -321,6 +321,7 @@ class Lender:
         lease = _held(sandbox)
         _, spec, layer = self._pool._resolve(lease.task)
         # Given back first: were it held while it waits for another, graders could wait for each other.
+        sandbox.part()
         self._pool.driver.release(lease.claim)
         await self._moved(sandbox, lease, *await self._pool._obtain(layer, spec, None, task=lease.task))
 
@@ -339,6 +340,7 @@ class Lender:
             self._drop(snapshot)
             raise SandboxStateError("the sandbox was released meanwhile", sandbox=sandbox.id)
         lease.asleep = snapshot
+        sandbox.part()
         self._pool.driver.release(lease.claim)
 
     async def restore(self, sandbox: AsyncSandbox, timeout: float | None) -> None:

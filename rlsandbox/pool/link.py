@@ -231,6 +231,7 @@ class KeeperLink:
             raise failed from error
         finally:
             sandbox._state = "released"  # it has no host to go back to
+            sandbox.part()
 
     async def _make_workdir(self, sandbox: Any, workdir: str) -> None:
         raw = sandbox.user(None)
@@ -349,6 +350,7 @@ class KeeperLink:
             result: CommandResult = await sandbox.run(argv)
         finally:
             sandbox._state = "released"  # it has no host to go back to
+            sandbox.part()
         return result
 
     async def verify(

@@ -196,6 +196,9 @@ class Commands(Fixtures):
             lambda: sandbox.run("true", on_output=5),  # type: ignore[arg-type]
             lambda: sandbox.run("cat", stdin=5, on_output=print),  # type: ignore[arg-type]
             lambda: sandbox.run("true", user=""),  # would be whoever commands run as without one
+            lambda: sandbox.run("true", user=-1),  # type: ignore[arg-type]
+            lambda: sandbox.run("true", user=True),  # type: ignore[arg-type]
+            lambda: sandbox.run("true", user=["root"]),  # type: ignore[arg-type]
         ]
         for call in wrong:
             with pytest.raises(errors.ConfigError):
@@ -279,6 +282,7 @@ class Commands(Fixtures):
         assert uid not in ("", "0")
         assert sandbox.run("id -u", user=uid).stdout.strip() == uid
         assert sandbox.run("id -u", user=f"{uid}:").stdout.strip() == uid  # as images have it
+        assert sandbox.run("id -u", user=int(uid)).stdout.strip() == uid  # type: ignore[arg-type]
         with pytest.raises(errors.CommandStartError, match="could not be started"):
             sandbox.run("true", user="no-such-user")
 

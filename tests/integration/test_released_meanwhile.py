@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
 
-from rlsandbox import AsyncPool, Grader, Task
-from rlsandbox.errors import SandboxStateError
+from rlsandbox import AsyncPool, AsyncSandbox, Grader, Pool, Task
+from rlsandbox.errors import SandboxError, SandboxStateError, SessionDiedError
 
 TASK = Task(id="t", grader=Grader(command="true", fresh=True))
 
@@ -66,3 +66,84 @@ async def test_while_it_waits_for_another_place(tmp_path: Path, move: str, grant
             await other.release()
         with pytest.raises(SandboxStateError):
             await asyncio.wait_for(moving, 60)
+
+
+async def give_back(sandbox: AsyncSandbox, how: str) -> None:
+    if how == "release":
+        await sandbox.release()
+    elif how == "hibernate":
+        await sandbox.hibernate()
+    else:  # graded in a place of its own: the one it had is given back first
+        await sandbox.grade()
+
+
+@pytest.mark.parametrize("how", ["release", "hibernate", "fresh grader"])
+async def test_what_is_still_uploaded_never_reaches_who_has_it_next(tmp_path: Path, how: str) -> None:
+    """As of a policy whose rollout timed out: its thread cannot be stopped."""
+    files = tmp_path / "files"
+    files.mkdir()
+    for number in range(400):
+        (files / str(number)).write_bytes(b"x" * 3000)
+    begun = asyncio.Event()
+    async with small(tmp_path / "ledger") as pool:
+        sandbox = await pool.claim(TASK)
+        loading = asyncio.ensure_future(
+            sandbox.upload(files, "/tmp/files", progress=lambda done, total: begun.set())
+        )
+        await begun.wait()
+        claiming = asyncio.ensure_future(pool.claim(Task(id="next")))
+        giving = asyncio.ensure_future(give_back(sandbox, how))
+        other = await asyncio.wait_for(claiming, 60)
+        found = [info.name for info in await other.changes()]
+        with pytest.raises(SandboxError):
+            await asyncio.wait_for(loading, 60)
+        found += [info.name for info in await other.changes()]
+        assert found == []
+        await other.release()
+        await asyncio.wait_for(giving, 60)
+        await sandbox.release()
+
+
+async def test_what_waits_for_an_answer_is_told(tmp_path: Path) -> None:
+    """Never a file's own error, nor the keeper's words: what is wrong is that the sandbox was given back."""
+    async with small(tmp_path) as pool:
+        for ask in (
+            lambda sandbox: sandbox.write_file("/tmp/x", b"x" * 4_000_000),
+            lambda sandbox: sandbox.read_file("/usr/bin/python3"),
+            lambda sandbox: sandbox.list_dir("/usr/bin"),
+            lambda sandbox: sandbox.download("/usr/lib/python3", tmp_path / "down"),
+            lambda sandbox: sandbox.changes(),
+            lambda sandbox: sandbox.run("true"),
+            lambda sandbox: sandbox.session(),
+        ):
+            sandbox = await pool.claim(TASK)
+            asked = asyncio.ensure_future(_awaited(ask(sandbox)))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            await sandbox.release()
+            with contextlib.suppress(SandboxStateError):  # or it was answered before
+                await asyncio.wait_for(asked, 60)
+
+
+async def _awaited(what: Awaitable[object]) -> object:
+    return await what
+
+
+async def test_a_session_that_ends_while_its_input_is_written(tmp_path: Path) -> None:
+    async with small(tmp_path) as pool:
+        sandbox = await pool.claim(TASK)
+        session = await sandbox.session()
+        running = asyncio.ensure_future(session.run("cat", stdin=b"x" * 16_000_000))
+        await asyncio.sleep(0)  # it is being written now
+        await session._channel.cancelled(5)
+        with pytest.raises(SessionDiedError):
+            await asyncio.wait_for(running, 60)
+        await sandbox.release()
+
+
+def test_while_a_command_shows_its_output(tmp_path: Path) -> None:
+    """Its end means nothing then: no exit status is made up of it."""
+    with Pool(size=1, config=False, ledger=tmp_path) as pool:
+        sandbox = pool.claim(Task(id="t"))
+        with pytest.raises(SandboxStateError, match="released"):
+            sandbox.run("echo up; sleep 60", on_output=lambda stream, data: sandbox.release())

@@ -71,7 +71,7 @@ class _Fit:
             above = [self._find("/".join(parts[:depth])) for depth in range(1, len(parts) + 1)]
         except (ProvisionError, OSError):  # links in a circle, names that no filesystem has
             return
-        if all(found is None or found.is_dir for found in above):
+        if len(where.encode()) < 2048 and all(found is None or found.is_dir for found in above):
             self.directory(where, 0o755)
 
     def point(self, path: str, kind: str) -> str:

@@ -126,6 +126,9 @@ class SimulatedSandbox:
     async def snapshot(self, *, kill: bool = False, name: str | None = None) -> Any:
         return await self._host.snapshot(self, kill=kill, name=name)
 
+    def part(self) -> None:
+        """Nothing of it reaches a keeper."""
+
     async def release(self, *, discard: bool = False) -> None:
         if self._state != "released":
             self._state = "released"

@@ -166,6 +166,7 @@ def test_an_image_gets_what_every_root_needs_and_no_link_leads_it_astray(tmp_pat
         ("/file/x", None),
         ("/loop/x", None),
         ("/" + "n" * 256, None),
+        ("/long" * 1000, None),
     ],
 )
 def test_an_images_workdir_is_made_where_it_has_none(tmp_path: Path, workdir: str, made: str | None) -> None:
