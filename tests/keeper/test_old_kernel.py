@@ -1,4 +1,4 @@
-"""What the keeper does without openat2, compared with openat2, call by call."""
+"""What the keeper does without openat2, compared with openat2, call by call; and without pidfds."""
 
 from __future__ import annotations
 
@@ -50,22 +50,25 @@ int main(int argc, char **argv)
 IN_ROOT, NO_SYMLINKS = 0x10, 0x04
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(place: Path, text: str, *with_: str) -> Path:
     compiler = shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc")
-    place = tmp_path_factory.mktemp("old")
-    source = place / "both.c"
-    source.write_text(PROGRAM)
-    command = [compiler, "-fsanitize=address,undefined", "-D_GNU_SOURCE", f"-I{SRC}", "-O1", "-g"]
+    source = place / "program.c"
+    source.write_text(text)
+    command = [compiler, "-fsanitize=address,undefined", "-D_GNU_SOURCE", f"-I{SRC}", "-O1", "-g", *with_]
     done = subprocess.run(
-        [*command, "-o", place / "both", source, SRC / "oldsys.c", SRC / "util.c"], capture_output=True, text=True
+        [*command, "-o", place / "program", source, SRC / "oldsys.c", SRC / "util.c"], capture_output=True, text=True
     )
     if done.returncode != 0 and "sanitize" in done.stderr:
         pytest.skip("no sanitizers")
     assert done.returncode == 0, done.stderr
-    return place / "both"
+    return place / "program"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return compiled(tmp_path_factory.mktemp("old"), PROGRAM)
 
 
 @pytest.fixture
@@ -115,3 +118,53 @@ def test_a_path_leads_to_the_same(both: Path, tree: Path, flags: int, resolve: i
     assert "outside" not in done.stdout
     if flags == os.O_RDONLY | os.O_NONBLOCK:
         assert "inside" in done.stdout, "control: what is there is opened"
+
+
+SIGNALS = r"""
+#include <poll.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/mount.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+
+#include "pidfd.h"
+#include "sys.h"
+
+int main(int argc, char **argv)
+{
+    char path[200];
+    int sv[2], status;
+    pid_t pid = fork();
+    if (pid == 0)
+        for (;;)
+            pause();
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sv) < 0 || mount("rls", argv[1], "proc", 0, NULL) < 0)
+        return 3;
+    path_join(path, sizeof path, "%s/%d", argv[1], (int)pid);
+    int other = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC), own = pidfd_of(pid);
+    printf("%d ", pidfd_kill(other, SIGKILL) < 0 && errno == ESRCH); /* nobody to send it */
+    pid_t init = fork();
+    if (init == 0)
+        _exit(pidfd_serve(sv[1]) == 0 ? 7 : 8);
+    pidfd_via = sv[0];
+    printf("%d ", pidfd_kill(other, SIGSTOP) == 0 && waitpid(pid, &status, WUNTRACED) == pid && WIFSTOPPED(status));
+    printf("%d ", waitpid(init, &status, 0) == init && WEXITSTATUS(status) == 7); /* it was asked */
+    struct pollfd asked = {sv[1], POLLIN, 0};
+    printf("%d ", pidfd_kill(own, SIGKILL) == 0 && waitpid(pid, &status, 0) == pid && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL);
+    printf("%d ", poll(&asked, 1, 0)); /* nobody was */
+    printf("%d\n", pidfd_kill(own, SIGKILL) < 0 && errno == ESRCH);
+    return 0;
+}
+"""
+
+
+def test_a_signal_goes_to_the_namespace_that_the_number_is_of(tmp_path: Path) -> None:
+    """A keeper's own helper beside an episode of its own /proc: else a number of one is taken for the other's."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("only root may mount another /proc")
+    program = compiled(tmp_path, SIGNALS, "-DRLS_OLD_SYS", str(SRC / "pidfd.c"))
+    (tmp_path / "proc").mkdir()
+    within = ["unshare", "--mount", "--propagation", "private"]
+    done = subprocess.run([*within, program, tmp_path / "proc"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "1 1 1 1 0 1\n"), done.stderr

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 
 #include "sys.h"
 
@@ -76,15 +77,23 @@ int pidfd_serve(int sock)
     return send(sock, &no, sizeof no, MSG_NOSIGNAL) == sizeof no ? 0 : -1;
 }
 
+/* Whether it is of the /proc that is mounted here: each one that is mounted has a device number of its own. */
+static bool ours(int dir)
+{
+    struct stat st, here;
+    return fstat(dir, &st) == 0 && stat("/proc", &here) == 0 && st.st_dev == here.st_dev;
+}
+
 int pidfd_kill(int fd, int sig)
 {
     int r = k_pidfd_signal(fd, sig);
     if (r == 0 || errno != ENOSYS)
         return r;
     pid_t pid = by_stat(fd);
-    if (pid < 0) {
+    bool here = pid > 0 && ours(fd);
+    if (pid < 0 || (!here && pidfd_via < 0)) { /* the number of another namespace is somebody else's here */
         errno = ESRCH;
         return -1;
     }
-    return pidfd_via < 0 ? kill(pid, sig) : ask(pid, sig);
+    return here ? kill(pid, sig) : ask(pid, sig);
 }

@@ -74,7 +74,7 @@ static inline int k_mount_setattr(int fd, const char *path, unsigned flags, stru
     return (int)syscall(mount_setattr_nr, fd, path, flags, a, sizeof *a);
 }
 
-/* a test build (-DRLS_OLD_SYS) looks paths up as where openat2 is unknown */
+/* a test build (-DRLS_OLD_SYS) looks paths up as where openat2 is unknown, and signals as where pidfds are */
 #if defined(RLS_OLD_SYS)
 enum { OLD_SYS = 1 };
 #else
@@ -95,12 +95,12 @@ static inline int k_close_range(unsigned from, unsigned to)
 
 static inline int k_pidfd_open(pid_t pid)
 {
-    return (int)syscall(pidfd_open_nr, pid, 0);
+    return OLD_SYS ? (errno = ENOSYS, -1) : (int)syscall(pidfd_open_nr, pid, 0);
 }
 
 static inline int k_pidfd_signal(int fd, int sig)
 {
-    return (int)syscall(pidfd_send_signal_nr, fd, sig, NULL, 0);
+    return OLD_SYS ? (errno = ENOSYS, -1) : (int)syscall(pidfd_send_signal_nr, fd, sig, NULL, 0);
 }
 
 /* a sanitizer build keeps its stderr, to say what it found */
