@@ -93,5 +93,13 @@ def test_what_it_has_no_right_to(keeper: Keeper) -> None:
 
 
 def test_it_is_for_containers_only(keeper_binary: Path, scratch: Path) -> None:
-    with Hub(keeper_binary, mode="overlay", scratch=scratch) as hub, pytest.raises(KeeperError):
-        hub.create(CHROOT, (Tag.PATH, "relative"), base=[])
+    (scratch / "run").mkdir()
+    with Hub(keeper_binary, mode="overlay", scratch=scratch) as hub:
+        with pytest.raises(KeeperError) as refused:
+            hub.create(CHROOT, (Tag.PATH, str(scratch / "run")))
+    assert refused.value.errno == errno.EOPNOTSUPP
+    assert list((scratch / "run").iterdir()) == []
+    with Hub(keeper_binary, args=["--isolation", "none", "--cgroups", "none"], mode="overlay", scratch=scratch) as hub:
+        with pytest.raises(KeeperError) as refused:
+            hub.create(CHROOT, (Tag.PATH, "relative"), base=[])
+    assert refused.value.errno == errno.EINVAL

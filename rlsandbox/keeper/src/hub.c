@@ -342,7 +342,7 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         m->hub = h;
         m->src.fd = -1;
         bool told = tlv_str(p, n, TAG_ISOLATION, word, sizeof word) > 0;
-        m->shared = told && h->bare_only && strcmp(word, "chroot") == 0;
+        m->shared = told && strcmp(word, "chroot") == 0;
         m->bare = m->shared || (told && strcmp(word, "none") == 0);
     }
     if (!m)
@@ -357,6 +357,8 @@ static void create(struct hub *h, uint32_t channel, const uint8_t *p, size_t n)
         fail(&e, EINVAL, "make a sandbox: what a keeper is told by its hub came from a client");
     else if (member_find(h, m->name))
         fail(&e, EEXIST, "make sandbox %s", m->name);
+    else if (m->shared && !h->bare_only) /* its keeper would mount where others see it */
+        fail(&e, EOPNOTSUPP, "make a sandbox of isolation chroot: this hub was not started for isolation none");
     else if (!m->bare && h->bare_only)
         fail(&e, EOPNOTSUPP, "make an isolated sandbox: this hub was started for isolation none");
     else if ((whole = spare_hand_over(h, m, p, n, &sock[0], &stream[0])) || m->bare ||
