@@ -88,6 +88,21 @@ def test_what_it_has_no_right_to(keeper: Keeper) -> None:
     for attempt in ("chroot / true", "mount -t tmpfs x /mnt", "umount /proc", "unshare -r true", "touch /dev/x", "echo 1 > /proc/sys/kernel/sysrq"):
         assert keeper.sh(attempt).code != 0, attempt
     assert keeper.sh("kill -9 1; echo alive").stdout == b"alive\n"
+    script = "; ".join(
+        [
+            "import fcntl, os, signal, socket, time",
+            "a, b = socket.socketpair()",
+            "fcntl.fcntl(a, fcntl.F_SETOWN, 1)",
+            "fcntl.fcntl(a, fcntl.F_SETFL, os.O_ASYNC)",
+            "b.send(b'x')",
+            "time.sleep(0.1)",
+            "print(signal.getsignal(signal.SIGIO) == signal.SIG_DFL)",
+            "fcntl.fcntl(a, 10, signal.SIGKILL)",  # F_SETSIG
+        ]
+    )
+    tried = keeper.sh(f'/usr/bin/python3 -c "{script}"')
+    assert tried.stdout == b"True\n" and b"PermissionError" in tried.stderr
+    assert b"status\tSigIgn\t0000000010000000\n" in keeper.call(Op.INSPECT)[1], "SIGIO, by the first process"
     assert b"CapEff:\t00000000000005fb" in keeper.sh("cat /proc/self/status").stdout
     assert keeper.sh("ls -A /proc/self/fd | wc -l").stdout.strip() in (b"4", b"3")
 

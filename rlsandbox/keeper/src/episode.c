@@ -72,6 +72,8 @@ static void reap(struct init *in, int flags)
     }
 }
 
+static bool unshielded; /* where signals from inside reach an init: seccomp.c */
+
 static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int *fds, size_t nfds)
 {
     struct emsg back = {.kind = E_NOT_FORKED, .job = m->job, .status = EAGAIN};
@@ -82,6 +84,8 @@ static void start(struct init *in, struct emsg *m, uint8_t *body, size_t n, int 
             sigset_t none;
             sigemptyset(&none);
             sigprocmask(SIG_SETMASK, &none, NULL);
+            if (unshielded)
+                signal(SIGIO, SIG_DFL);
             if (m->kind == E_STANDBY && nfds == 1)
                 inside_wait(fds[0]);
             inside_run(m, body, n, fds);
@@ -214,6 +218,9 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     for (int s = 1; s < 65; s++) /* for all that is forked here */
         if (s != SIGKILL && s != SIGSTOP)
             signal(s, SIG_DFL);
+    unshielded = k->set.shared;
+    if (unshielded)
+        signal(SIGIO, SIG_IGN);
     bare = k->set.bare;
     bool shares_net = k->set.host_network || (skipped("netns") && k->generation > 1);
     in.sig = signalfd(-1, &set, SFD_CLOEXEC | SFD_NONBLOCK);
@@ -260,8 +267,11 @@ _Noreturn void episode_main(struct keeper *k, int ctl)
     say(ctl, &m, EMSG_HEAD, -1);
     struct pollfd p[3] = {{ctl, POLLIN, 0}, {in.sig, POLLIN, 0}, {side < 0 ? -1 : 5, POLLIN, 0}};
     for (;;) {
-        if (poll(p, 3, -1) < 0 && errno != EINTR)
-            _exit(6);
+        if (poll(p, 3, -1) < 0) {
+            if (errno != EINTR)
+                _exit(6);
+            continue; /* what it last told is over */
+        }
         if (p[1].revents) {
             struct signalfd_siginfo si;
             while (read(in.sig, &si, sizeof si) > 0)

@@ -102,6 +102,8 @@ static const struct check shields[] = {
     {SYS_ptrace, 1, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
     {SYS_process_vm_readv, 0, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
     {SYS_process_vm_writev, 0, 1, 0xffffffffu, R_EPERM, R_ALLOW, {1}},
+    /* F_SETSIG: who owns a descriptor (F_SETOWN) is sent that signal; SIGIO, which it is without, the init ignores */
+    {SYS_fcntl, 1, 1, 0xffffffffu, R_EPERM, R_ALLOW, {10}},
 };
 
 /* The filter is a search tree over stretches of numbers: the kernel runs it once for every number when it is installed, and
