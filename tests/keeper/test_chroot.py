@@ -17,10 +17,16 @@ CHROOT = (Tag.ISOLATION, "chroot")
 
 @pytest.fixture
 def keeper(keeper_binary: Path, scratch: Path) -> Iterator[Keeper]:
+    """With a volume that is mounted after one inside it; the keeper's own place is none."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount without a user namespace")
+    volume = scratch / "volume"
+    (volume / "inner").mkdir(parents=True)
+    (volume / "below").touch()
     within = scratch / "within"  # mounts are shared by all in there, and by nobody else
-    within.write_text(f'#!/bin/sh\nexec unshare --mount --propagation private {keeper_binary} "$@"\n')
+    mounts = f"mount -t tmpfs rls {volume}/inner && mount --rbind {volume} {volume}"
+    inner = f'{mounts} && exec {keeper_binary} "$@"'
+    within.write_text(f"#!/bin/sh\nexec unshare --mount --propagation private sh -c '{inner}' sh \"$@\"\n")
     within.chmod(0o755)
     (scratch / "run").mkdir()
     with Hub(within, args=["--isolation", "none", "--cgroups", "none"], mode="overlay", scratch=scratch) as hub:
@@ -49,6 +55,14 @@ def test_an_episode_is_put_back(keeper: Keeper, scratch: Path) -> None:
         assert {*seen.stdout.split(b"\n")} >= {b"/", b"/dev", b"/dev/null", b"/proc"}
         assert str(scratch).encode() not in seen.stdout
         assert keeper.sh(left).code == 0
+
+
+def test_volumes_are_hidden(keeper: Keeper, scratch: Path) -> None:
+    """Where this machine's scratch directories lie on a mount of their own, so are all of them."""
+    assert keeper.sh(f"ls -A {scratch}/volume").stdout in (b"inner\n", b"")
+    assert keeper.sh(f"ls -A {scratch}/run {scratch}/volume/inner | grep -v :").stdout.strip() == b""
+    there = keeper.sh(f"ls {scratch}").stdout
+    assert there == b"" or {*there.split()} == {b"run", b"volume", b"within"}, "control"
 
 
 def test_layers(keeper: Keeper) -> None:

@@ -112,44 +112,56 @@ static int in_skeleton(char *path, const char **name)
     return skel;
 }
 
+/* A directory is empty in the view, a file is not there. `path` is written to. */
+static int hide(char *path, struct err *e)
+{
+    const char *name;
+    struct stat st;
+    if (strchr(path, '\\')) /* a name written in numbers: none that a pod should have */
+        return fail(e, EINVAL, "hide what is mounted on %.200s", path);
+    if (lstat(path, &st) < 0) /* another one may lie on it */
+        return errno == ENOENT ? 0 : fail(e, errno, "hide what is mounted on %.200s", path);
+    bool folder = S_ISDIR(st.st_mode);
+    int dir = in_skeleton(path, &name), own = -1;
+    if (dir < 0) {
+        if (errno == ENOENT) /* inside another one, and so hidden with it */
+            return 0;
+        return fail(e, errno, "hide what is mounted on %.200s", name);
+    }
+    int r = folder ? mkdirat(dir, name, 0700) : mknodat(dir, name, S_IFCHR, 0);
+    if (folder && (r == 0 || errno == EEXIST)) { /* it may be on the way to another one that is hidden */
+        own = open_dir(dir, name);
+        r = own < 0 || fchown(own, st.st_uid, st.st_gid) < 0 || fchmod(own, st.st_mode & 07777) < 0 ? -1 : set_opaque(own);
+    } else if (r < 0 && errno == EEXIST)
+        r = 0;
+    int no = errno;
+    fd_close(&own);
+    close(dir);
+    return r < 0 ? fail(e, no, "hide what is mounted on %.200s", name) : 0;
+}
+
 /* What is mounted inside the container's root is no part of the base, but an old gVisor shows it there: the pod's volumes, with
- * the keeper's own. Directories are empty in the view, files are not there. */
+ * the keeper's own, which is hidden whatever it is. */
 static int mounts_hide(const char *run, struct err *e)
 {
     static const char *const others[] = {"/", "/proc", "/sys", "/dev", "/etc/hosts", "/etc/hostname", "/etc/resolv.conf"};
     static char text[256 << 10];
     char path[4096], *save = NULL;
     size_t n = strlen(run);
-    if (read_file_at(AT_FDCWD, "/proc/self/mounts", text, sizeof text) <= 0)
-        return fail(e, errno, "read which mounts there are");
+    while (n > 1 && run[n - 1] == '/')
+        n--;
+    ssize_t got = read_file_at(AT_FDCWD, "/proc/self/mounts", text, sizeof text);
+    if (got <= 0 || got == sizeof text - 1)
+        return fail(e, got < 0 ? errno : E2BIG, "read which mounts there are");
+    if (path_join(path, sizeof path, "%.*s", (int)n, run) < 0 || hide(path, e) < 0)
+        return -1;
     for (char *line = strtok_r(text, "\n", &save); line; line = strtok_r(NULL, "\n", &save)) {
-        const char *name;
-        struct stat st;
         bool skip = sscanf(line, "%*s %4095s", path) != 1 || strncmp(path, "/dev/", 5) == 0 || strncmp(path, "/proc/", 6) == 0 || strncmp(path, "/sys/", 5) == 0;
         for (size_t i = 0; i < COUNT_OF(others); i++)
             skip |= strcmp(path, others[i]) == 0;
-        skip |= strncmp(path, run, n) == 0 && path[n] == '/'; /* what was mounted here just now */
-        if (skip)
-            continue;
-        if (strchr(path, '\\') || lstat(path, &st) < 0) /* a name written in numbers: none that a pod should have */
-            return fail(e, EINVAL, "hide what is mounted on %.200s", path);
-        bool folder = S_ISDIR(st.st_mode);
-        int dir = in_skeleton(path, &name), own = -1;
-        if (dir < 0) {
-            if (errno == ENOENT) /* inside another one, and so hidden with it */
-                continue;
-            return fail(e, errno, "hide what is mounted on %.200s", name);
-        }
-        int r = folder ? mkdirat(dir, name, 0700) : mknodat(dir, name, S_IFCHR, 0);
-        if (r == 0 && folder) {
-            own = open_dir(dir, name);
-            r = own < 0 || fchown(own, st.st_uid, st.st_gid) < 0 || fchmod(own, st.st_mode & 07777) < 0 ? -1 : set_opaque(own);
-        }
-        int no = errno;
-        fd_close(&own);
-        close(dir);
-        if (r < 0 && no != EEXIST)
-            return fail(e, no, "hide what is mounted on %.200s", name);
+        skip |= strncmp(path, run, n) == 0 && (!path[n] || path[n] == '/'); /* what was mounted here just now */
+        if (!skip && hide(path, e) < 0)
+            return -1;
     }
     return 0;
 }
@@ -236,7 +248,7 @@ int shared_below(struct keeper *k, struct err *e)
 {
     char at[32];
     path_join(at, sizeof at, "/k/b/%d", (int)getpid());
-    if (mkdir(at, 0700) < 0)
+    if (mkdir(at, 0700) < 0 && errno != EEXIST) /* of one with that number that was killed there */
         return fail(e, errno, "make directory %s", at);
     int fd = overlay(k, false, at, e) < 0 ? -1 : open(at, O_PATH | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
@@ -250,7 +262,7 @@ int shared_scratch(struct err *e)
 {
     char at[32];
     path_join(at, sizeof at, "/k/b/%d", (int)getpid());
-    if (mkdir(at, 0700) < 0 || mount("rls", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755") < 0)
+    if ((mkdir(at, 0700) < 0 && errno != EEXIST) || mount("rls", at, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0755") < 0)
         return fail(e, errno, "mount a tmpfs to put layers together");
     int r = chdir(at) < 0 ? fail(e, errno, "enter it") : 0;
     umount2(at, MNT_DETACH);
