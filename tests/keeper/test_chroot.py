@@ -121,6 +121,20 @@ def test_what_it_has_no_right_to(keeper: Keeper) -> None:
     assert keeper.sh("ls -A /proc/self/fd | wc -l").stdout.strip() in (b"4", b"3")
 
 
+def test_terminals_are_put_back(keeper: Keeper) -> None:
+    """They are the whole container's: an episode that took them away took them from all that follow."""
+    if not os.path.exists("/dev/pts/ptmx"):
+        pytest.skip("no /dev/pts/ptmx here")
+    before = os.stat("/dev/pts/ptmx").st_mode
+    assert keeper.sh("chmod o+x /dev/pts/ptmx").code == 0
+    try:
+        assert os.stat("/dev/pts/ptmx").st_mode == before | 0o001, "control: it is this machine's"
+        keeper.reset()
+        assert os.stat("/dev/pts/ptmx").st_mode == before
+    finally:
+        os.chmod("/dev/pts/ptmx", before & 0o7777)
+
+
 def test_it_is_for_containers_only(keeper_binary: Path, scratch: Path) -> None:
     (scratch / "run").mkdir()
     with Hub(keeper_binary, mode="overlay", scratch=scratch) as hub:

@@ -197,6 +197,27 @@ static int skeleton(const char *run, struct err *e)
     return r < 0 ? r : mounts_hide(run, e);
 }
 
+/* The one thing of the container's that an episode can write to: terminals are made there. What they are like, as it was. */
+static struct {
+    const char *path;
+    struct stat st; /* st_mode 0: not there */
+} terminals[] = {{"/dev/pts", {0}}, {"/dev/pts/ptmx", {0}}};
+
+static int terminals_restore(struct err *e)
+{
+    for (size_t i = 0; i < COUNT_OF(terminals); i++) {
+        const struct stat *was = &terminals[i].st;
+        struct stat st;
+        if (!was->st_mode)
+            continue;
+        if (lstat(terminals[i].path, &st) < 0 ||
+            ((st.st_uid != was->st_uid || st.st_gid != was->st_gid) && lchown(terminals[i].path, was->st_uid, was->st_gid) < 0) ||
+            (st.st_mode != was->st_mode && chmod(terminals[i].path, was->st_mode & 07777) < 0))
+            return fail(e, errno, "put %s back", terminals[i].path);
+    }
+    return 0;
+}
+
 int shared_enter(struct keeper *k, struct err *e)
 {
     static const char *const dirs[] = {"proc", "dev", "dev/pts", "k", "k/l", "k/l/0", "k/u", "k/v", "k/b", "k/s", "k/m", "k/skel", "k/empty", "k/dev"};
@@ -223,6 +244,9 @@ int shared_enter(struct keeper *k, struct err *e)
         return -1;
     if (chroot(".") < 0 || chdir("/") < 0)
         return fail(e, errno, "chroot to the keeper's place");
+    for (size_t i = 0; i < COUNT_OF(terminals); i++)
+        if (lstat(terminals[i].path, &terminals[i].st) < 0)
+            terminals[i].st.st_mode = 0;
     if (stat("/k/l/0", &st) < 0 || top_like("/k/skel", &st, e) < 0)
         return fail(e, errno, "look at the container's root");
     return 0;
@@ -356,5 +380,5 @@ int shared_end(struct keeper *k, struct err *e)
         usleep(200);
     int no = n < 0 ? errno : EBUSY;
     procs_free(&ps);
-    return n ? fail(e, no, "see the end of all that an episode ran (%zd processes)", n) : 0;
+    return n ? fail(e, no, "see the end of all that an episode ran (%zd processes)", n) : terminals_restore(e);
 }

@@ -24,5 +24,5 @@ int shared_scratch(struct err *e);
 /* The init of a pid namespace ends here before its processes have, which it kills: those of the episode that is over, as its own
  * /proc lists them, which the keeper holds on to. How many, marked in `ps`; -1 with errno. */
 ssize_t shared_leftovers(struct keeper *k, struct procs *ps);
-int shared_end(struct keeper *k, struct err *e); /* until there are none */
+int shared_end(struct keeper *k, struct err *e); /* until there are none; what is the container's is as it was then */
 #endif
