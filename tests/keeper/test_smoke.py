@@ -137,6 +137,7 @@ def test_more_about_files(keeper: Keeper) -> None:
     assert fields[Tag.OFFSET] == 5 << 20 and data.startswith(b"middle") and len(data) <= 4096 and fields[Tag.SIZE] == 1 << 30
     fields, data = keeper.call(Op.READ, (Tag.PATH, "/tmp/d/s"), (Tag.FLAGS, 2), (Tag.OFFSET, 6 << 20))
     assert fields[Tag.OFFSET] == 1 << 30 and data == b""
+    assert keeper.call(Op.READ, (Tag.PATH, "/proc/version"), (Tag.FLAGS, 2))[1] == keeper.read("/proc/version") != b""
     with pytest.raises(KeeperError, match="Directory not empty"):
         keeper.call(Op.REMOVE, (Tag.PATH, "/tmp/d"))
     keeper.sh("mkdir -p /tmp/d/1/2/3; echo x > /tmp/d/1/2/3/f; ln -s /usr /tmp/d/1/usr")

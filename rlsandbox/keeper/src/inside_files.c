@@ -103,7 +103,7 @@ static _Noreturn void read_path(struct inside *in, const char *path, struct err 
         refused(in, e, S_ISDIR(st.st_mode) ? EISDIR : EINVAL, "read, for it is no regular file,", path);
     if (at > INT64_MAX)
         refused(in, e, EINVAL, "seek in", path);
-    if (flags & R_SPARSE) {
+    if (flags & R_SPARSE && st.st_size) { /* 0 in /proc, whatever is in there */
         off_t hole, data = next_data(fd, (off_t)at, &hole);
         if (data < 0 && errno != ENXIO)
             failed(in, e, "look for data in", path);
