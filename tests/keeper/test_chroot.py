@@ -17,14 +17,22 @@ CHROOT = (Tag.ISOLATION, "chroot")
 
 @pytest.fixture
 def keeper(keeper_binary: Path, scratch: Path) -> Iterator[Keeper]:
-    """With a volume that is mounted after one inside it; the keeper's own place is none."""
+    """With a volume that is mounted after one inside it, and two deep in that; the keeper's own place is none."""
     if os.geteuid() != 0:
         pytest.skip("only root may mount without a user namespace")
     volume = scratch / "volume"
     (volume / "inner").mkdir(parents=True)
     (volume / "below").touch()
     within = scratch / "within"  # mounts are shared by all in there, and by nobody else
-    mounts = f"mount -t tmpfs rls {volume}/inner && mount --rbind {volume} {volume}"
+    mounts = " && ".join(
+        [
+            f"mount -t tmpfs rls {volume}/inner",
+            f"mount --rbind {volume} {volume}",
+            f"mkdir -p {volume}/inner/deep/one {volume}/inner/deep/two",
+            f"mount -t tmpfs rls {volume}/inner/deep/one",
+            f"mount -t tmpfs rls {volume}/inner/deep/two",
+        ]
+    )
     inner = f'{mounts} && exec {keeper_binary} "$@"'
     within.write_text(f"#!/bin/sh\nexec unshare --mount --propagation private sh -c '{inner}' sh \"$@\"\n")
     within.chmod(0o755)
@@ -34,6 +42,8 @@ def keeper(keeper_binary: Path, scratch: Path) -> Iterator[Keeper]:
         try:
             yield hub.create(*made, base=[])
         except KeeperError as error:
+            if "mount an overlay" not in str(error):
+                raise
             pytest.skip(f"no overlay over this machine's root: {error}")
 
 

@@ -93,8 +93,8 @@ static int in_skeleton(char *path, const char **name)
         struct stat st;
         *slash = 0;
         int b = open_dir(base, s), no = 0;
-        bool made = mkdirat(skel, s, 0700) == 0;
-        int k = open_dir(skel, s);
+        bool made = b >= 0 && mkdirat(skel, s, 0700) == 0;
+        int k = b < 0 ? -1 : open_dir(skel, s);
         if (b < 0 || k < 0 || fstat(b, &st) < 0 || (made && copy_meta(b, k, &st) < 0))
             r = -1, no = errno;
         fd_close(&base);
