@@ -147,12 +147,13 @@ def test_terminals_are_put_back(keeper: Keeper) -> None:
 
 def test_it_is_for_containers_only(keeper_binary: Path, scratch: Path) -> None:
     (scratch / "run").mkdir()
-    with Hub(keeper_binary, mode="overlay", scratch=scratch) as hub:
-        with pytest.raises(KeeperError) as refused:
-            hub.create(CHROOT, (Tag.PATH, str(scratch / "run")))
+    with Hub(keeper_binary, mode="overlay", scratch=scratch) as hub, pytest.raises(KeeperError) as refused:
+        hub.create(CHROOT, (Tag.PATH, str(scratch / "run")))
     assert refused.value.errno == errno.EOPNOTSUPP
     assert list((scratch / "run").iterdir()) == []
-    with Hub(keeper_binary, args=["--isolation", "none", "--cgroups", "none"], mode="overlay", scratch=scratch) as hub:
-        with pytest.raises(KeeperError) as refused:
-            hub.create(CHROOT, (Tag.PATH, "relative"), base=[])
-    assert refused.value.errno == errno.EINVAL
+    bare = Hub(keeper_binary, args=["--isolation", "none", "--cgroups", "none"], mode="overlay", scratch=scratch)
+    with bare as hub:
+        for _ in range(30):  # its keeper says why and ends: of both either is heard first
+            with pytest.raises(KeeperError, match="needs a place") as refused:
+                hub.create(CHROOT, (Tag.PATH, "relative"), base=[])
+            assert refused.value.errno == errno.EINVAL

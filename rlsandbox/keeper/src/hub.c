@@ -171,6 +171,9 @@ static void on_child(struct src *s, uint32_t events)
             h->loop.stop = true;
         for (struct member *m = h->members; m; m = m->next)
             if (m->pid == p) {
+                /* it may have said why: of its end and of its words either may be heard first */
+                for (struct pollfd q = {m->src.fd, POLLIN, 0}; m->create_channel && q.fd >= 0 && poll(&q, 1, 0) > 0; q.fd = m->src.fd)
+                    from_keeper(&m->src, EPOLLIN);
                 create_failed(m, ECHILD, "make a sandbox: its keeper died");
                 if (m->dispose_channel)
                     conn_send(&h->conn, T_REPLY, 0, m->dispose_channel, NULL, 0);
