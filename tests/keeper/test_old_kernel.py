@@ -168,3 +168,30 @@ def test_a_signal_goes_to_the_namespace_that_the_number_is_of(tmp_path: Path) ->
     within = ["unshare", "--mount", "--propagation", "private"]
     done = subprocess.run([*within, program, tmp_path / "proc"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "1 1 1 1 0 1\n"), done.stderr
+
+
+LOG = r"""
+#include <stdio.h>
+#include "sys.h"
+
+int main(int argc, char **argv)
+{
+    for (int i = 1; i < argc; i++)
+        putchar('0' + gvisor_log(argv[i]));
+}
+"""
+
+
+def test_whose_log_it_is(tmp_path: Path) -> None:
+    """A pod that holds SYS_ADMIN starts under gVisor only; who is on the node can write its name into Linux's log."""
+    program = compiled(tmp_path, LOG)
+    logs = [
+        "<6>[   0.000000] Starting gVisor...\n<6>[   0.316269] Waiting for children...\n",
+        "<5>[    0.000000] Linux version 6.1.0\n<6>[   17.3] gVisor[371]: segfault at 0 ip 0 sp 0 error 4\n",
+        "<6>[   17.300000] Starting gVisor[371]: segfault at 0 ip 0 sp 0 error 4\n",
+        "<3>[   17.300000] tmpfs: Unknown parameter '<6>[   0.000000] Starting gVisor...\n'",
+        "<6>[   17.000000] x 0.000000] Starting gVisor...\n",
+        "",
+    ]
+    done = subprocess.run([program, *logs], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "100000"), done.stderr

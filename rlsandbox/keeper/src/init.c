@@ -325,7 +325,7 @@ static int powers_check(struct err *e)
     long got = syscall(SYS_syslog, PROBE_SYSLOG, text, sizeof text - 1);
     if (got > 0) {
         text[got] = 0;
-        if (strstr(text, "gVisor"))
+        if (gvisor_log(text))
             return 0;
     }
     return fail(e, EPERM, "hold SYS_ADMIN over the node: with it the pod needs hostUsers: false (or gVisor)");

@@ -128,3 +128,13 @@ int old_bind(int from, const char *to)
     errno = no;
     return r;
 }
+
+/* Its first line. Others may stand in a Linux kernel's log: what processes and mount options are called is told there. */
+bool gvisor_log(const char *log)
+{
+    static const char begin[] = "<6>[", first[] = "0.000000] Starting gVisor...\n";
+    if (strncmp(log, begin, sizeof begin - 1))
+        return false;
+    log += sizeof begin - 1;
+    return strncmp(log + strspn(log, " "), first, sizeof first - 1) == 0;
+}

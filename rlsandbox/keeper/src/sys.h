@@ -53,6 +53,7 @@ struct k_open_how {
 extern bool shared_mounts;
 int old_open_in(int root, const char *path, uint64_t flags, uint64_t resolve);
 int old_bind(int from, const char *to);
+bool gvisor_log(const char *log); /* whether a kernel's log, from its beginning, is gVisor's */
 
 static inline int k_open_tree(int dir, const char *path, unsigned flags)
 {
