@@ -153,30 +153,31 @@ async def upload(
     user: str | None,
     progress: Progress | None,
 ) -> None:
+    client = sandbox.client  # of the place it has now: looking at what is to go in takes time
     top, excluded = os.fspath(local), Excluded(exclude)
     info = await asyncio.to_thread(os.stat, top)
     target = sandbox.path(remote)
     who = _who(sandbox, user)
     if not stat.S_ISDIR(info.st_mode):
-        if os.fspath(remote).endswith("/") or await _is_dir(sandbox.client, target, who):
+        if os.fspath(remote).endswith("/") or await _is_dir(client, target, who):
             target = os.path.join(target, os.path.basename(top))
         item = Local(top, "", "file", stat.S_IMODE(info.st_mode), info.st_size)
-        await _put(sandbox, item, target, who, _Meter(progress, info.st_size))
+        await _put(sandbox, client, item, target, who, _Meter(progress, info.st_size))
         return
     items = await asyncio.to_thread(walk, top, excluded)
     meter = _Meter(progress, sum(item.size for item in items))
-    await _make_dir(sandbox, target, None, who)
+    await _make_dir(sandbox, client, target, None, who)
     dirs = [(os.path.join(target, item.relative), item.mode) for item in items if item.kind == "dir"]
     for full, mode in dirs:
-        await _make_dir(sandbox, full, mode | 0o700, who)
+        await _make_dir(sandbox, client, full, mode | 0o700, who)
 
     async def put(item: Local) -> None:
-        await _put(sandbox, item, os.path.join(target, item.relative), who, meter)
+        await _put(sandbox, client, item, os.path.join(target, item.relative), who, meter)
 
     await _each([item for item in items if item.kind != "dir"], put)
     for full, mode in reversed(dirs):
         if mode & 0o700 != 0o700:  # only now: its content had to go in first
-            await _make_dir(sandbox, full, mode, who)
+            await _make_dir(sandbox, client, full, mode, who)
 
 
 async def _is_dir(client: KeeperClient, path: str, user: str | None) -> bool:
@@ -187,13 +188,16 @@ async def _is_dir(client: KeeperClient, path: str, user: str | None) -> bool:
     return True
 
 
-async def _make_dir(sandbox: AsyncSandbox, path: str, mode: int | None, user: str | None) -> None:
+async def _make_dir(
+    sandbox: AsyncSandbox, client: KeeperClient, path: str, mode: int | None, user: str | None
+) -> None:
     with _at(sandbox, path):
-        await sandbox.client.write(path, b"", mode=mode, user=user, flags=MAKE_DIR | MAKE_PARENTS)
+        await client.write(path, b"", mode=mode, user=user, flags=MAKE_DIR | MAKE_PARENTS)
 
 
-async def _put(sandbox: AsyncSandbox, item: Local, target: str, user: str | None, meter: _Meter) -> None:
-    client = sandbox.client
+async def _put(
+    sandbox: AsyncSandbox, client: KeeperClient, item: Local, target: str, user: str | None, meter: _Meter
+) -> None:
     with _at(sandbox, target):
         if item.kind == "symlink":
             await client.write(target, item.target, user=user, flags=MAKE_LINK | MAKE_PARENTS)
@@ -245,11 +249,12 @@ async def download(
     user: str | None,
     progress: Progress | None,
 ) -> None:
+    client = sandbox.client
     source = sandbox.path(remote)
     who = _who(sandbox, user)
     top, excluded = os.fspath(local), Excluded(exclude)
-    if not await _is_dir(sandbox.client, source, who):
-        await _download_file(sandbox, source, top, who, progress)
+    if not await _is_dir(client, source, who):
+        await _download_file(sandbox, client, source, top, who, progress)
         return
     found: list[tuple[str, FileInfo]] = []
     stack = [""]
@@ -257,7 +262,7 @@ async def download(
         relative = stack.pop()
         full = os.path.join(source, relative) if relative else source
         with _at(sandbox, full):
-            infos = await sandbox.client.list(full, user=who)
+            infos = await client.list(full, user=who)
         for info in sorted(infos, key=lambda info: info.name):
             if "/" in info.name or info.name in ("", ".", ".."):
                 raise file_error(errno.EBADMSG, info.name, sandbox=sandbox.id)
@@ -275,7 +280,7 @@ async def download(
             await asyncio.to_thread(tree.make_dir, name)
 
         async def get(row: tuple[str, FileInfo]) -> None:
-            await _get(sandbox, os.path.join(source, row[0]), row[0], row[1], tree, who, meter)
+            await _get(sandbox, client, os.path.join(source, row[0]), row[0], row[1], tree, who, meter)
 
         await _each([row for row in found if row[1].kind in ("file", "symlink")], get)
         for name, info in reversed(dirs):
@@ -288,12 +293,17 @@ async def download(
 
 
 async def _download_file(
-    sandbox: AsyncSandbox, source: str, top: str, user: str | None, progress: Progress | None
+    sandbox: AsyncSandbox,
+    client: KeeperClient,
+    source: str,
+    top: str,
+    user: str | None,
+    progress: Progress | None,
 ) -> None:
     with _at(sandbox, source):
-        info = await sandbox.client.stat(source, user=user)
+        info = await client.stat(source, user=user)
         if info.kind == "symlink":  # given as what it points to
-            _, reply = await sandbox.client.collect(Op.READ, path=source, user=user, length=1)
+            _, reply = await client.collect(Op.READ, path=source, user=user, length=1)
             size, mode = reply.int(Tag.SIZE), reply.int(Tag.FILE_MODE) & 0o7777
             info = FileInfo(name=info.name, size=size, mode=mode, kind="file")
     if await asyncio.to_thread(os.path.isdir, top):
@@ -301,13 +311,14 @@ async def _download_file(
     parent, name = os.path.split(top)
     tree = await asyncio.to_thread(Tree, parent or ".")
     try:
-        await _get(sandbox, source, name, info, tree, user, _Meter(progress, info.size))
+        await _get(sandbox, client, source, name, info, tree, user, _Meter(progress, info.size))
     finally:
         tree.close()
 
 
 async def _get(
     sandbox: AsyncSandbox,
+    client: KeeperClient,
     source: str,
     name: str,
     info: FileInfo,
@@ -315,7 +326,6 @@ async def _get(
     user: str | None,
     meter: _Meter,
 ) -> None:
-    client = sandbox.client
     with _at(sandbox, source):
         if info.kind == "symlink":
             target, _ = await client.collect(Op.READ, path=source, user=user, flags=READ_LINK)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rlsandbox import AsyncPool, AsyncSandbox, Grader, Pool, Task
+from rlsandbox._sandbox import files
 from rlsandbox.errors import SandboxError, SandboxStateError, SessionDiedError
 
 TASK = Task(id="t", grader=Grader(command="true", fresh=True))
@@ -101,6 +104,41 @@ async def test_what_is_still_uploaded_never_reaches_who_has_it_next(tmp_path: Pa
         assert found == []
         await other.release()
         await asyncio.wait_for(giving, 60)
+        await sandbox.release()
+
+
+@pytest.mark.parametrize("way", ["upload", "download"])
+async def test_what_is_still_uploaded_never_reaches_where_it_is_graded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The handle has another place then; what was begun in the one before has ended with that."""
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files/x").touch()
+    begun, moved = threading.Event(), threading.Event()
+
+    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*args: Any, **how: Any) -> Any:
+            begun.set()
+            assert moved.wait(60)
+            return function(*args, **how)
+
+        return called
+
+    async with small(tmp_path / "ledger") as pool:
+        sandbox = await pool.claim(TASK)
+        if way == "upload":
+            monkeypatch.setattr(files, "walk", slow(files.walk))
+            loading = asyncio.ensure_future(sandbox.upload(tmp_path / "files", "/tmp/files"))
+        else:
+            await sandbox.upload(tmp_path / "files", "/tmp/files")
+            monkeypatch.setattr(files, "Tree", slow(files.Tree))
+            loading = asyncio.ensure_future(sandbox.download("/tmp/files", tmp_path / "back"))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await sandbox.renew()
+        moved.set()
+        with pytest.raises(SandboxStateError):
+            await asyncio.wait_for(loading, 60)
+        assert list(await sandbox.changes()) == []
         await sandbox.release()
 
 
