@@ -6,7 +6,7 @@ import hashlib
 import json
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,7 @@ def _docker_manifest(data: Any, shown: str, ref: str | None) -> tuple[str, list[
     tags = [tag for item in images for tag in item.get("RepoTags") or []]
     if ref is not None:
         images = [item for item in images if ref in (item.get("RepoTags") or [])]
+    images = list({json.dumps([item.get("Config"), item.get("Layers")]): item for item in images}.values())
     if len(images) != 1:
         _pick(shown, ref, tags, len(images))
     config, layers = images[0].get("Config"), images[0].get("Layers")
@@ -107,13 +108,28 @@ def _oci_manifest(store: Store, index: Any, shown: str, ref: str | None, machine
             if ref not in names:
                 _pick(shown, ref, list(names), 0)
             entries, ref = [names[ref]], None
-        wanted = [entry for entry in entries if _platform_fits(entry, machine)]
+        wanted = _different(entry for entry in entries if _platform_fits(entry, machine))
+        if len(wanted) > 1:
+            # Of builds for several generations of one processor the one that runs on all of them is meant.
+            wanted = [entry for entry in wanted if _runs_everywhere(entry)] or wanted
         if len(wanted) != 1:
             if entries and not wanted:
                 raise ImageError(f"{shown} holds no image for {_ARCHITECTURES.get(machine, machine)}")
             _pick(shown, ref, list(names), len(wanted))
         index = _parse(_blob(store, wanted[0], shown), f"{shown}: a manifest")
     raise ImageError(f"{shown}: indexes are nested too deep")
+
+
+def _different(entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of those with the same digest: an image of several tags is listed several times."""
+    return list({str(entry.get("digest")): entry for entry in entries}.values())
+
+
+def _runs_everywhere(entry: dict[str, Any]) -> bool:
+    platform = entry.get("platform")
+    if not isinstance(platform, dict) or platform.get("variant") in (None, ""):
+        return True
+    return (platform["architecture"], platform["variant"]) in (("amd64", "v1"), ("arm64", "v8"))
 
 
 def _ref_name(entry: dict[str, Any]) -> str:

@@ -114,3 +114,62 @@ def test_links_inside_the_directory_are_followed(tmp_path: Path) -> None:
     (tmp_path / name).symlink_to("real")
     (tmp_path / "manifest.json").write_text(json.dumps([{"Config": name, "Layers": []}]))
     assert read_info(DirectoryStore(tmp_path), "image", None, "x86_64").layers == ()
+
+
+def layout(root: Path, *entries: tuple[str, dict[str, Any]]) -> None:
+    """An OCI layout whose index lists images without layers: what their config's ``Cmd`` is, and what the entry says."""
+
+    def blob(what: Any) -> str:
+        raw = json.dumps(what).encode()
+        digest = hashlib.sha256(raw).hexdigest()
+        (root / "blobs" / "sha256").mkdir(parents=True, exist_ok=True)
+        (root / "blobs" / "sha256" / digest).write_bytes(raw)
+        return f"sha256:{digest}"
+
+    listed = []
+    for name, said_of_it in entries:
+        config = blob({"rootfs": {"diff_ids": []}, "config": {"Cmd": [name]}})
+        listed.append({"digest": blob({"config": {"digest": config}, "layers": []}), **said_of_it})
+    (root / "index.json").write_text(json.dumps({"manifests": listed}))
+
+
+def tag(name: str) -> dict[str, Any]:
+    return {"annotations": {"org.opencontainers.image.ref.name": name}}
+
+
+def made_for(architecture: str, variant: str | None = None) -> dict[str, Any]:
+    platform = {"os": "linux", "architecture": architecture}
+    return {"platform": platform if variant is None else platform | {"variant": variant}}
+
+
+@pytest.mark.parametrize(
+    ("entries", "machine"),
+    [
+        ([("it", tag("a:1")), ("it", tag("a:latest")), ("it", {})], "x86_64"),
+        ([("new", made_for("amd64", "v3")), ("it", made_for("amd64"))], "x86_64"),
+        ([("it", made_for("amd64", "v1")), ("new", made_for("amd64", "v2"))], "x86_64"),
+        ([("it", made_for("arm64", "v8")), ("new", made_for("arm64", "v9"))], "aarch64"),
+        ([("other", made_for("amd64")), ("it", made_for("arm64", "v9"))], "aarch64"),
+    ],
+)
+def test_which_image_of_several_entries(
+    tmp_path: Path, entries: list[tuple[str, dict[str, Any]]], machine: str
+) -> None:
+    layout(tmp_path, *entries)
+    assert read_info(DirectoryStore(tmp_path), "image", None, machine).config["config"]["Cmd"] == ["it"]
+
+
+def test_several_images_have_to_be_told_apart(tmp_path: Path) -> None:
+    layout(tmp_path, ("one", tag("a:1")), ("two", tag("a:2")), ("two", tag("a:3")))
+    assert "holds 2 images (a:1, a:2, a:3)" in said(tmp_path)
+    layout(tmp_path, ("one", made_for("amd64", "v3")), ("two", made_for("amd64", "v4")))
+    assert "holds 2 images" in said(tmp_path)
+
+
+def test_an_archive_that_lists_an_image_twice(tmp_path: Path) -> None:
+    raw = json.dumps({"rootfs": {"diff_ids": []}}).encode()
+    name = hashlib.sha256(raw).hexdigest() + ".json"
+    (tmp_path / name).write_bytes(raw)
+    twice = [{"Config": name, "Layers": [], "RepoTags": [tag]} for tag in ("a:1", "a:2")]
+    (tmp_path / "manifest.json").write_text(json.dumps(twice))
+    assert read_info(DirectoryStore(tmp_path), "image", None, "x86_64").layers == ()
