@@ -119,8 +119,8 @@ class AsyncProcess(Live):
 
     async def kill(self, signal: int = 9) -> None:
         """Send a signal; 9 ends the command's whole tree, any other goes to its main process."""
-        if not 1 <= signal <= 64:
-            raise ValueError(f"{signal} is no signal number")
+        if not isinstance(signal, int) or not 1 <= signal <= 64:
+            raise ValueError(f"{signal!r} is no signal number: 15, say, or signal.SIGTERM")
         self._channel.signal(signal, tree=signal == 9)
 
     async def end(self) -> None:
