@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .._references import split_name
 from ..errors import ConfigError
-from .model import split_name, to_json
+from .model import to_json
 
 ASSUMED = 1 << 30
 """Bytes of an image of which nobody says how large it is."""

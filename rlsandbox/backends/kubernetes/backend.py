@@ -29,6 +29,7 @@ from .exec import ExecStream
 from .manifests import MODES, Allowed, Shape
 from .places import Place, Places
 from .removal import Removal
+from .users import Users
 from .watch import condition
 
 log = logging.getLogger("rlsandbox.kubernetes")
@@ -63,6 +64,10 @@ class Kubernetes(Backend):
             rlsandbox on this machine; False: they are not.
         streams: exec streams kept open to sandboxes in which nothing is under way; those of more are closed
             after 10 s, and opened again (some 50 ms) when something is. So many sandboxes are reset at once.
+        image_user: whether commands of specs that name no user run as the USER of their image, read from its
+            registry with the credentials of ``~/.docker/config.json``; what cannot be read is an error.
+            False: as root, in mode ``replace`` as uid 65534.
+        mirrors: where to ask for that instead, by registry: ``{"docker.io": "https://mirror.example"}``.
         keeper: how it comes into the pods of a named template or warm pool: by the ``stanza`` it carries,
             or by ``inject``: written into each pod that runs already, in mode ``replace``.
     """
@@ -92,6 +97,8 @@ class Kubernetes(Backend):
         grace: int = 60,
         keep: str | bool = True,
         streams: int = 128,
+        image_user: bool = False,
+        mirrors: Mapping[str, str] | None = None,
         keeper: str = "stanza",
     ) -> None:
         if mode not in ("auto", *MODES):
@@ -127,6 +134,13 @@ class Kubernetes(Backend):
         mode = "replace" if self._inject else mode
         self._mode, self._template, self._warm_pool = mode, template, warm_pool
         self._how = {"kubeconfig": kubeconfig, "context": context, "namespace": namespace}
+        if image_user and (template is not None or warm_pool is not None):
+            raise ConfigError(
+                "Kubernetes: image_user is not for a named template or warm pool: its own args say it"
+            )
+        if mirrors and not image_user:
+            raise ConfigError("Kubernetes: mirrors are asked for images' users only: image_user=True")
+        self._users = Users(self._shape, mirrors or {}) if image_user else None
         self._write_rate, self._lifetime, self._streams = write_rate, lifetime, streams
         self.max_resetting = max(streams, 1)
         self._run = default_run()
@@ -191,7 +205,7 @@ class Kubernetes(Backend):
         named = self._template is not None or self._warm_pool is not None
         cluster = await Cluster.open(
             api, self._run, self._shape, mode=self._mode, named=named, on_claim=self._places.on_claim,
-            on_pod=self._places.on_pod, on_node=self._places.on_node,
+            on_pod=self._places.on_pod, on_node=self._places.on_node, users=self._users,
         )  # fmt: skip
         try:
             if not named:
@@ -277,7 +291,7 @@ class Kubernetes(Backend):
         how: dict[str, Any] = {"run": self._run, "member": place.member, "labels": place.labels}
         if not cluster.crds:
             pod = await cluster.pod_for(place.spec, place.wish)
-            how["pod_labels"] = manifests.labels_for(place.spec, cluster.shape)
+            how["pod_labels"] = manifests.labels_for(cluster.known(place.spec), cluster.shape)
             how["lifetime_s"] = self._lifetime
             return manifests.plain_pod(place.name, pod, **how), cluster.paths.pods
         if self._named is not None:
@@ -346,7 +360,7 @@ class Kubernetes(Backend):
             raise place.ended
         place.stream = stream
         place.facts |= {**stream.facts, "isolation": _isolation(stream.facts)}
-        if manifests.by_policy(place.spec, cluster.shape):
+        if manifests.by_policy(cluster.known(place.spec), cluster.shape):
             place.facts["network"] = "policy"
         self._env[place.spec.digest] = stream.env
         return stream.streams()

@@ -20,6 +20,7 @@ from .names import Paths
 from .nodes import Nodes
 from .stanza import missing_keeper, problems
 from .tidy import tidy_quietly
+from .users import Users
 from .watch import Watch, slim
 
 log = logging.getLogger("rlsandbox.kubernetes")
@@ -40,6 +41,7 @@ class Cluster:
         self.pods: Watch | None = None
         self.lease = RunLease(api, self.paths.leases, run)
         self.events = Events(api)
+        self.users: Users | None = None
         self._made: dict[tuple[str, str], asyncio.Task[str]] = {}
         self._keeper: asyncio.Task[str] | None = None
         self._tidying: asyncio.Task[None] | None = None
@@ -61,6 +63,7 @@ class Cluster:
         on_claim: Callable[[str, JSON], object],
         on_pod: Callable[[str, JSON], object],
         on_node: Callable[[str], object],
+        users: Users | None = None,
     ) -> Cluster:
         """See what there is and begin to watch it.
 
@@ -68,6 +71,7 @@ class Cluster:
             ConfigError: no such namespace. SandboxError: rights are missing, credentials have expired ...
         """
         self = cls(api, shape, run)
+        self.users = users
         level = await self._look()
         if mode == "auto":
             mode = {"restricted": "replace", "baseline": "userns"}.get(level, "overlay")
@@ -106,6 +110,8 @@ class Cluster:
         for watch in (self.claims, self.pods, self.nodes):
             if watch is not None:
                 await watch.close()
+        if self.users is not None:
+            await self.users.close()
         await self.lease.end()
 
     async def _look(self) -> str:
@@ -219,8 +225,19 @@ class Cluster:
             made = self._made[key] = asyncio.get_running_loop().create_task(self._make_pool(spec, node))
         return await asyncio.shield(made)
 
+    def known(self, spec: Spec) -> Spec:
+        """*spec* with what its image says of it, as far as that was asked for."""
+        return spec if self.users is None else self.users.known(spec)
+
     async def pod_for(self, spec: Spec, node: str = "") -> JSON:
+        """
+        Raises:
+            ConfigError, UnsupportedError: it cannot be what *spec* asks for. ImageError: its image's USER is
+                wanted and cannot be read.
+        """
         keeper = await self.keeper()
+        if self.users is not None:
+            spec = await self.users.with_user(spec)
         closed = manifests.by_policy(spec, self.shape)
         pod = manifests.pod_spec(spec, self.shape, keeper, node, closed_by_policy=closed)
         if closed:
@@ -233,7 +250,7 @@ class Cluster:
 
     async def _make_pool(self, spec: Spec, node: str) -> str:
         pod = await self.pod_for(spec, node)
-        labels = manifests.labels_for(spec, self.shape)
+        labels = manifests.labels_for(self.known(spec), self.shape)
         name = f"rlsandbox-{names.digest([pod, labels] if labels else pod)}"
         template = manifests.template(name, pod, labels)
         await self.api.apply(f"{self.paths.templates}/{name}", template)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rlsandbox as rls
+from rlsandbox._references import split_name
 from rlsandbox.errors import ConfigError
 from rlsandbox.images import (
     Demand,
@@ -25,7 +26,7 @@ from rlsandbox.images import (
     demand_of,
     plan_images,
 )
-from rlsandbox.images.model import aliases, split_name
+from rlsandbox.images.model import aliases
 
 MIB = 1 << 20
 

@@ -17,8 +17,9 @@ from rlsandbox.errors import ConfigError, ImageError
 pytest.importorskip("aiohttp", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
 from aiohttp import web
 
+from rlsandbox._registry import LARGEST
 from rlsandbox.images import Layer
-from rlsandbox.images.registry import LARGEST, Registries
+from rlsandbox.images.registry import Registries
 
 OCI = "application/vnd.oci.image."
 D1, D2 = "sha256:" + "1" * 64, "sha256:" + "2" * 64
@@ -82,7 +83,7 @@ def run(body: Callable[[Registry, Registries, str], Awaitable[None]], **how: Any
 @pytest.fixture(autouse=True)
 def _no_credentials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    monkeypatch.setattr("rlsandbox.images.registry.random.uniform", lambda low, high: 0.01)
+    monkeypatch.setattr("rlsandbox._registry.random.uniform", lambda low, high: 0.01)
 
 
 def test_layers_and_sizes() -> None:
