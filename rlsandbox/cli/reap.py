@@ -16,6 +16,11 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @click.command()
 @click.option("--older-than", metavar="TIME", help="Only what is older: 90s, 30m, 1h, 2d.")
+@click.option(
+    "--unused",
+    metavar="TIME",
+    help="Also our templates, warm pools and keepers that are older, where no run lives (kubernetes).",
+)
 @click.option("--dry-run", is_flag=True, help="Only say what there is.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--backend", default="local", show_default=True, metavar="NAME")
@@ -24,6 +29,7 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 @json_option
 def command(
     older_than: str | None,
+    unused: str | None,
     dry_run: bool,
     yes: bool,
     backend: str,
@@ -34,9 +40,12 @@ def command(
     """Remove what dead runs have left: directories, control groups, claims. Live runs are never touched."""
     if backend == "kubernetes":
         limit = 0.0 if older_than is None else parse_duration(older_than, "--older-than")
-        return run_async(_cluster(limit, dry_run, yes, context, namespace, as_json))
+        old = None if unused is None else parse_duration(unused, "--unused")
+        return run_async(_cluster(limit, old, dry_run, yes, context, namespace, as_json))
     if backend != "local":
         raise UnsupportedError(f"reap does not know backend {backend!r}", hint="it reaps: local, kubernetes")
+    if unused is not None:
+        raise ConfigError("--unused is for clusters: --backend kubernetes")
     from .._paths import age_s
     from ..backends.local.ids import detect
     from ..backends.local.state import leftovers, reap
@@ -87,18 +96,28 @@ def _print(rows: list[dict[str, object]]) -> None:
 
 
 async def _cluster(
-    older_s: float, dry_run: bool, yes: bool, context: str | None, namespace: str | None, as_json: bool
+    older_s: float,
+    unused_s: float | None,
+    dry_run: bool,
+    yes: bool,
+    context: str | None,
+    namespace: str | None,
+    as_json: bool,
 ) -> int:
     backend_class("kubernetes")  # a clear word where its extra is not installed
     from ..backends.kubernetes.api import Api
     from ..backends.kubernetes.lease import Leftover, leftovers, reap
+    from ..backends.kubernetes.unused import unused
 
     api = await Api.connect(context=context, namespace=namespace)
     try:
         found = await leftovers(api, older_s=older_s)
+        if unused_s is not None:
+            found += await unused(api, older_s=unused_s)
         if not as_json:
             for one in found:
-                click.echo(f"{one.kind} {one.name}  run {one.run}  of {one.owner}  {one.age_s:.0f} s old")
+                whose = f"run {one.run}  of {one.owner}" if one.run else "unused"
+                click.echo(f"{one.kind} {one.name}  {whose}  {one.age_s:.0f} s old")
             if not found:
                 click.echo(f"nothing is left of dead runs in namespace {api.namespace}")
         gone: list[Leftover] = []

@@ -109,21 +109,21 @@ async def leftovers(api: Api, *, older_s: float = 0.0) -> list[Leftover]:
     paths = Paths(api.namespace)
     now = await server_time(api)
     leases = await _ours(api, "Lease", paths.leases)
-    if any(_run_out(row, now) and not _run_out(row, now, since=LATELY_S) for row in leases):
+    if any(has_run_out(row, now) and not has_run_out(row, now, since=LATELY_S) for row in leases):
         log.warning("a Lease ran out lately: in %g s it is seen whether its run lives", SECOND_LOOK_S)
         await asyncio.sleep(SECOND_LOOK_S)
         now = await server_time(api)
         leases = await _ours(api, "Lease", paths.leases)
-    alive = {_label(row, names.RUN) for row in leases if not _run_out(row, now)}
+    alive = {_label(row, names.RUN) for row in leases if not has_run_out(row, now)}
     found = [
-        _leftover("Lease", row, paths.leases, now) for row in leases if _label(row, names.RUN) not in alive
+        leftover("Lease", row, paths.leases, now) for row in leases if _label(row, names.RUN) not in alive
     ]
     for kind, path in _kinds(paths):
         for row in await _ours(api, kind, path):
             run = _label(row, names.RUN)
             if not run or run in alive or row["metadata"].get("deletionTimestamp"):
                 continue
-            one = _leftover(kind, row, path, now)
+            one = leftover(kind, row, path, now)
             if one.age_s >= YOUNG_S or any(_label(lease, names.RUN) == run for lease in leases):
                 found.append(one)
     return [one for one in found if one.age_s >= older_s]
@@ -137,7 +137,7 @@ async def of_runs(api: Api, runs: set[str]) -> list[Leftover]:
     found: list[Leftover] = []
     for kind, path in (*_kinds(paths), ("Lease", paths.leases)):
         rows = await _ours(api, kind, path)
-        found += [_leftover(kind, row, path, now) for row in rows if _label(row, names.RUN) in runs]
+        found += [leftover(kind, row, path, now) for row in rows if _label(row, names.RUN) in runs]
     return found
 
 
@@ -199,14 +199,15 @@ def _time(text: str) -> datetime.datetime:
     return datetime.datetime.fromisoformat(text.replace("Z", "+00:00"))
 
 
-def _run_out(lease: JSON, now: datetime.datetime, since: float = 0.0) -> bool:
+def has_run_out(lease: JSON, now: datetime.datetime, since: float = 0.0) -> bool:
     """Whether it has, *since* so many seconds."""
     spec = lease.get("spec") or {}
     renewed = _time(spec.get("renewTime") or lease["metadata"]["creationTimestamp"])
     return (now - renewed).total_seconds() > float(spec.get("leaseDurationSeconds") or DURATION_S) + since
 
 
-def _leftover(kind: str, row: JSON, path: str, now: datetime.datetime) -> Leftover:
+def leftover(kind: str, row: JSON, path: str, now: datetime.datetime) -> Leftover:
+    """An object as it lies there."""
     meta = row["metadata"]
     age = (now - _time(meta["creationTimestamp"])).total_seconds()
     return Leftover(kind, meta["name"], _label(row, names.RUN), _label(row, names.OWNER), age, path)

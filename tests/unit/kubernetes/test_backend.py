@@ -23,6 +23,7 @@ from rlsandbox.backends.kubernetes import Kubernetes, failures, manifests, names
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.stanza import problems
+from rlsandbox.backends.kubernetes.unused import unused
 from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
@@ -806,6 +807,60 @@ def test_reap_after_an_outage_spares_what_lives(
         w.api.put(leases, {**row, "spec": {**row["spec"], "renewTime": lapsed}})
         assert [one.name for one in await leftovers(api)] == ([] if lives else [lease.name])
         await lease.end()
+        await api.close()
+
+    run(tmp_path, body)
+
+
+def test_what_no_run_uses_any_more_is_removed_when_it_is_old(tmp_path: Path) -> None:
+    ext, maps = f"{Pods.EXT}/sandbox", f"{Pods.CORE}/configmaps"
+
+    async def body(w: World) -> None:
+        backend, api = w.backend(), await w.client()
+        member = await make(backend)
+        (keeper,) = w.api.objects[maps]
+        (template,) = w.api.objects[f"{ext}templates"]
+
+        def age(days: int) -> None:
+            made = f"{api.now() - datetime.timedelta(days=days):%Y-%m-%dT%H:%M:%SZ}"
+            for path in (maps, f"{ext}templates", f"{ext}warmpools"):
+                for row in list(w.api.objects[path].values()):
+                    w.api.put(path, {**row, "metadata": {**row["metadata"], "creationTimestamp": made}})
+
+        age(40)
+        with pytest.raises(errors.ConfigError, match=f"a run uses namespace rls .*{backend._run}"):
+            await unused(api, older_s=86400)
+        await backend.dispose(member)
+        await backend.close()
+
+        async def found(days: float = 30) -> list[str]:
+            return [f"{one.kind} {one.name}" for one in await unused(api, older_s=days * 86400)]
+
+        own = [f"SandboxWarmPool {template}", f"SandboxTemplate {template}", f"ConfigMap {keeper}"]
+        assert await found() == own and await found(50) == []
+        # What others have built on ours, or what is not ours, stays.
+        theirs = copy.deepcopy(w.api.objects[f"{ext}templates"][template])
+        theirs["metadata"] = {"name": "theirs", "creationTimestamp": "2020-01-01T00:00:00Z"}
+        w.api.put(f"{ext}templates", theirs)
+        assert await found() == own[:2]
+        await api.delete(f"{ext}templates/theirs")
+        on_ours = {"replicas": 0, "sandboxTemplateRef": {"name": template}}
+        w.api.put(f"{ext}warmpools", {"metadata": {"name": "theirs"}, "spec": on_ours})
+        assert await found() == own[:1]
+        await api.delete(f"{ext}warmpools/theirs")
+        ours = w.api.objects[f"{ext}warmpools"][template]
+        w.api.put(f"{ext}warmpools", {**ours, "spec": {**ours["spec"], "replicas": 2}})
+        assert await found() == []
+        w.api.put(f"{ext}warmpools", ours)
+        w.api.put(CLAIMS, {"metadata": {"name": "somebodys"}, "spec": {"warmPoolRef": {"name": template}}})
+        assert await found() == []
+        await api.delete(f"{CLAIMS}/somebodys")
+        gone, kept = await reap(api, await unused(api, older_s=86400))
+        assert ([f"{one.kind} {one.name}" for one in gone], kept) == (own, [])
+        again = w.backend()  # and the next run makes it all again
+        await make(again)
+        assert list(w.api.objects[maps]) == [keeper] and list(w.api.objects[f"{ext}templates"]) == [template]
+        await again.close()
         await api.close()
 
     run(tmp_path, body)

@@ -1,0 +1,87 @@
+"""Templates, warm pools and keepers stay for the next run: which of them nobody wants any more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import ConfigError
+from . import names
+from .api import JSON, Api, ApiError
+from .lease import LATELY_S, YOUNG_S, Leftover, has_run_out, leftover, server_time
+from .names import Paths
+
+KEEPER = "rlsandbox-keeper-"
+"""How the names of keepers' ConfigMaps begin."""
+
+
+async def unused(api: Api, *, older_s: float) -> list[Leftover]:
+    """Templates, warm pools and keepers of ours that are that old and that nothing refers to.
+
+    Whatever is still wanted is made again by the run that wants it, as it was.
+
+    Raises:
+        ConfigError: a run lives in the namespace, or did a moment ago: it may want any of it.
+    """
+    paths = Paths(api.namespace)
+    now = await server_time(api)
+    for lease in await _all(api, paths.leases, ours=True):
+        if not has_run_out(lease, now, since=LATELY_S):
+            raise ConfigError(
+                f"a run uses namespace {api.namespace} (Lease {lease['metadata']['name']})",
+                hint="without --unused, or when nothing runs there; an hour after one was killed",
+            )
+    templates, warm_pools = await _all(api, paths.templates), await _all(api, paths.warm_pools)
+    claimed = {_at(claim, "spec", "warmPoolRef", "name") for claim in await _all(api, paths.claims)}
+
+    def old(kind: str, path: str, rows: Iterable[JSON]) -> list[Leftover]:
+        found = [leftover(kind, row, path, now) for row in rows if _ours(row)]
+        return [one for one in found if one.age_s >= max(older_s, YOUNG_S)]
+
+    pools = old(
+        "SandboxWarmPool",
+        paths.warm_pools,
+        (row for row in warm_pools if _name(row) not in claimed and not _at(row, "spec", "replicas")),
+    )
+    going = {one.name for one in pools}
+    wanted = {_at(row, "spec", "sandboxTemplateRef", "name") for row in warm_pools if _name(row) not in going}
+    made = old("SandboxTemplate", paths.templates, (row for row in templates if _name(row) not in wanted))
+    going = {one.name for one in made}
+    pods = [_at(row, "spec", "podTemplate", "spec") for row in templates if _name(row) not in going]
+    pods += [row.get("spec") for row in await _all(api, paths.pods)]
+    mounted = {_at(volume, "configMap", "name") for pod in pods for volume in _at(pod, "volumes") or ()}
+    keepers = await _all(api, paths.config_maps, ours=True)
+    return [
+        *pools,
+        *made,
+        *old(
+            "ConfigMap",
+            paths.config_maps,
+            (row for row in keepers if _name(row).startswith(KEEPER) and _name(row) not in mounted),
+        ),
+    ]
+
+
+def _name(row: JSON) -> str:
+    return str(row["metadata"]["name"])
+
+
+def _ours(row: JSON) -> bool:
+    """Of a run that has ended well; what carries a run's name is that run's (a benchmark's)."""
+    labels = row["metadata"].get("labels") or {}
+    return labels.get(names.MANAGED) == "true" and names.RUN not in labels
+
+
+def _at(found: Any, *keys: str) -> Any:
+    for key in keys:
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
+
+
+async def _all(api: Api, path: str, *, ours: bool = False) -> list[JSON]:
+    try:
+        return await api.list(path, {"labelSelector": f"{names.MANAGED}=true"} if ours else {})
+    except ApiError as error:
+        if error.status == 404 and "agents.x-k8s.io" in path:
+            return []  # no CRDs
+        raise
