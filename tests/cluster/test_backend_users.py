@@ -10,7 +10,7 @@ import pytest
 import rlsandbox as rls
 from rlsandbox import errors
 from tests.cluster import images
-from tests.cluster.handle import Cluster
+from tests.cluster.cluster import Cluster
 from tests.cluster.kube import Kube, pods
 
 pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbox-pool[kubernetes]'")
@@ -51,11 +51,16 @@ def test_commands_are_the_images_users(
         mirrors={images.HOST: f"http://127.0.0.1:{door}"},
     )  # fmt: skip
     with rls.Pool(size=1, backend=backend, spec=rls.Spec(image=image, network="host")) as pool:
-        with pool.claim(timeout=100) as sandbox:
+        with pool.claim(rls.Task(id="t"), timeout=100) as sandbox:
             assert sandbox.reset_mode == mode
             assert sandbox.run("echo $(id -u) $(id -g)").stdout.strip().startswith(seen)
         if mode != "replace":
-            with pool.claim(timeout=100, spec=rls.Spec(image=image, network="host", user="0")) as sandbox:
+            root = rls.Task(id="root", spec=rls.Spec(user="0"))
+            if mode == "manifest":
+                with pytest.raises(errors.ConfigError, match="mode manifest needs"):
+                    pool.claim(root, timeout=100)
+                return
+            with pool.claim(root, timeout=100) as sandbox:
                 assert sandbox.run("id -u").stdout == "0\n"
 
 
@@ -72,7 +77,7 @@ def test_an_image_that_cannot_be_read_ends_its_rollouts_at_once(
     with (
         rls.Pool(size=1, backend=backend, spec=spec) as pool,
         pytest.raises(errors.SandboxError, match="has none of that name") as caught,
-        pool.claim(timeout=60),
+        pool.claim(rls.Task(id="t"), timeout=60),
     ):
         pass
     assert caught.value.kind == "image_not_found"

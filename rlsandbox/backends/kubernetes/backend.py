@@ -360,8 +360,11 @@ class Kubernetes(Backend):
             raise place.ended
         place.stream = stream
         place.facts |= {**stream.facts, "isolation": _isolation(stream.facts)}
-        if manifests.by_policy(cluster.known(place.spec), cluster.shape):
+        known = cluster.known(place.spec)
+        if manifests.by_policy(known, cluster.shape):
             place.facts["network"] = "policy"
+        if known.user is not None and stream.facts["mode"] != "replace":  # there the pod is one user's
+            place.facts["user"] = known.user
         self._env[place.spec.digest] = stream.env
         return stream.streams()
 
