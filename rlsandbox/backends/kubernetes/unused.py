@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import SandboxError
 from . import names
 from .api import JSON, Api, ApiError
 from .lease import LATELY_S, YOUNG_S, Leftover, has_run_out, leftover, server_time
@@ -15,21 +15,25 @@ KEEPER = "rlsandbox-keeper-"
 """How the names of keepers' ConfigMaps begin."""
 
 
+class InUseError(SandboxError):
+    """A run may want what is unused at present."""
+
+
 async def unused(api: Api, *, older_s: float) -> list[Leftover]:
     """Templates, warm pools and keepers of ours that are that old and that nothing refers to.
 
     Whatever is still wanted is made again by the run that wants it, as it was.
 
     Raises:
-        ConfigError: a run lives in the namespace, or did a moment ago: it may want any of it.
+        InUseError: a run lives in the namespace, or did within the last hour: it may want any of it.
     """
     paths = Paths(api.namespace)
     now = await server_time(api)
     for lease in await _all(api, paths.leases, ours=True):
         if not has_run_out(lease, now, since=LATELY_S):
-            raise ConfigError(
-                f"a run uses namespace {api.namespace} (Lease {lease['metadata']['name']})",
-                hint="without --unused, or when nothing runs there; an hour after one was killed",
+            raise InUseError(
+                f"a run uses namespace {api.namespace}, or did within the last hour "
+                f"(Lease {lease['metadata']['name']})"
             )
     templates, warm_pools = await _all(api, paths.templates), await _all(api, paths.warm_pools)
     claimed = {_at(claim, "spec", "warmPoolRef", "name") for claim in await _all(api, paths.claims)}

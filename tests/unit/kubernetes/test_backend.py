@@ -23,7 +23,7 @@ from rlsandbox.backends.kubernetes import Kubernetes, failures, manifests, names
 from rlsandbox.backends.kubernetes.api import Api, ApiError, Bucket
 from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, reap, server_time
 from rlsandbox.backends.kubernetes.stanza import problems
-from rlsandbox.backends.kubernetes.unused import unused
+from rlsandbox.backends.kubernetes.unused import InUseError, unused
 from rlsandbox.backends.kubernetes.watch import Watch, slim
 from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
 
@@ -828,7 +828,7 @@ def test_what_no_run_uses_any_more_is_removed_when_it_is_old(tmp_path: Path) -> 
                     w.api.put(path, {**row, "metadata": {**row["metadata"], "creationTimestamp": made}})
 
         age(40)
-        with pytest.raises(errors.ConfigError, match=f"a run uses namespace rls .*{backend._run}"):
+        with pytest.raises(InUseError, match=f"a run uses namespace rls, .*{backend._run}"):
             await unused(api, older_s=86400)
         await backend.dispose(member)
         await backend.close()
