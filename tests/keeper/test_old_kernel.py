@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,8 +40,7 @@ int main(int argc, char **argv)
     int root = open(argv[1], O_PATH | O_DIRECTORY);
     uint64_t flags = strtoull(argv[2], NULL, 0), resolve = strtoull(argv[3], NULL, 0);
     for (int i = 4; i < argc; i++) {
-        struct k_open_how how = {flags | O_CLOEXEC, 0, resolve};
-        tell((int)syscall(openat2_nr, root, argv[i], &how, sizeof how));
+        tell(k_open_in(root, argv[i], flags, resolve));
         tell(old_open_in(root, argv[i], flags, resolve));
     }
     return fcntl(root + 1, F_GETFD) >= 0; /* nothing stays open */
@@ -118,6 +118,24 @@ def test_a_path_leads_to_the_same(both: Path, tree: Path, flags: int, resolve: i
     assert "outside" not in done.stdout
     if flags == os.O_RDONLY | os.O_NONBLOCK:
         assert "inside" in done.stdout, "control: what is there is opened"
+
+
+def test_renames_elsewhere_are_in_no_lookups_way(both: Path, tree: Path, tmp_path: Path) -> None:
+    """The kernel refuses a `..` (EAGAIN) when anything at all is renamed or mounted meanwhile."""
+    loop = "import os, sys\nos.chdir(sys.argv[1])\nopen('x', 'w').close()\nprint('up', flush=True)\n"
+    loop += "while True: os.rename('x', 'y'); os.rename('y', 'x')"
+    with subprocess.Popen([sys.executable, "-c", loop, tmp_path], stdout=subprocess.PIPE) as renaming:
+        try:
+            assert renaming.stdout is not None and renaming.stdout.readline()
+            for _ in range(20):
+                done = subprocess.run(
+                    [both, tree, str(os.O_PATH), str(IN_ROOT), *["/".join(["a/.."] * 500)] * 20],
+                    capture_output=True, text=True, timeout=60,
+                )  # fmt: skip
+                assert done.returncode == 0, done.stderr
+                assert set(done.stdout.split()) == {done.stdout.split()[0], "path"}, done.stdout
+        finally:
+            renaming.kill()
 
 
 SIGNALS = r"""

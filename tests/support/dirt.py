@@ -249,7 +249,7 @@ PROCESSES = [
     Dirt("setsid daemon", "setsid sleep 4712 >/dev/null 2>&1 & seen '[s]leep 4712'", "process", "sleep 4712"),
     Dirt("double fork", "(setsid sh -c '\"$0\" 4713 & exit' sleep >/dev/null 2>&1 &); seen '[s]leep 4713'", "process", "sleep 4713"),
     Dirt("process that ignores TERM", "bg sh -c 'trap \"\" TERM HUP INT; echo up; exec sleep 4714'", "process", "sleep 4714"),
-    Dirt("stopped process", "setsid sleep 4715 >/dev/null 2>&1 & seen '[s]leep 4715'; kill -STOP $!", "process", "sleep 4715"),
+    Dirt("stopped process", "setsid sleep 4715 >/dev/null 2>&1 & until tr '\\0' ' ' </proc/$!/cmdline | grep -q '^sleep 4715'; do :; done; kill -STOP $!", "process", "sleep 4715"),
     Dirt("zombie", "bg py 'import os, time\nif os.fork() == 0: os._exit(0)\nprint(\"up\", flush=True); time.sleep(4716)'", "process", "time.sleep(4716)"),
     Dirt("hundred processes", "i=0; while [ $i -lt 100 ]; do sleep 4717 >/dev/null 2>&1 & i=$((i+1)); done", "process", "sleep 4717"),
     Dirt("deleted program", "p=/usr/bin/sleep; test -x $p || p=/bin/sleep; cp $p /tmp/s; if /tmp/s 0 2>/dev/null; then /tmp/s 4718 >/dev/null 2>&1 & else mv /tmp/s /tmp/sleep; /tmp/sleep 4718 >/dev/null 2>&1 & fi; seen '[s]l*e*e*p* 4718'; rm -f /tmp/s /tmp/sleep", "process", "4718"),

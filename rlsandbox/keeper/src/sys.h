@@ -82,11 +82,17 @@ enum { OLD_SYS = 1 };
 enum { OLD_SYS = 0 };
 #endif
 
+/* EAGAIN: while a `..` was looked up something was mounted or renamed, anywhere on the machine. Where that goes on, or the path is
+ * long, the kernel may never find the time. */
+enum { OPEN_TRIES = 16 };
+
 static inline int k_open_in(int dir, const char *path, uint64_t flags, uint64_t resolve)
 {
     struct k_open_how how = {flags | O_CLOEXEC, 0, resolve};
-    int fd = OLD_SYS ? -1 : (int)syscall(openat2_nr, dir, path, &how, sizeof how);
-    return fd < 0 && (OLD_SYS || errno == ENOSYS) ? old_open_in(dir, path, flags, resolve) : fd;
+    int fd = -1, tries = OLD_SYS ? 0 : OPEN_TRIES;
+    while (tries-- > 0 && (fd = (int)syscall(openat2_nr, dir, path, &how, sizeof how)) < 0 && errno == EAGAIN)
+        ;
+    return fd < 0 && (OLD_SYS || errno == ENOSYS || errno == EAGAIN) ? old_open_in(dir, path, flags, resolve) : fd;
 }
 
 static inline int k_close_range(unsigned from, unsigned to)
