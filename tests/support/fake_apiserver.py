@@ -17,11 +17,14 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
+from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import WSMsgType, web
 
 from tests.support.container import Container, Piped, container, dial
+from tests.support.served import served
 
 JSON = dict[str, Any]
 
@@ -291,16 +294,20 @@ async def api_server() -> AsyncIterator[FakeApi]:
         response.headers["Date"] = formatdate(time.time() + fake.ahead_s, usegmt=True)
 
     app.on_response_prepare.append(date)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    fake.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    try:
-        yield fake
-    finally:
-        fake.cut_watches()
-        await runner.cleanup()
+    async with served(app) as host:
+        fake.url = f"http://{host}"
+        try:
+            yield fake
+        finally:
+            fake.cut_watches()
+
+
+def stand_in_for_keeper(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the keeper's ConfigMap carries does not matter to whom no pod runs: nothing is compiled."""
+    (place / "keeper").write_bytes(b"a keeper")
+    monkeypatch.setattr(
+        "rlsandbox.backends.kubernetes.cluster.keeper_binary", lambda arch, variant="": place / "keeper"
+    )
 
 
 def kubeconfig(url: str, *, namespace: str = "rls", token: str = "t") -> str:

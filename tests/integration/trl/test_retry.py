@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -57,6 +58,16 @@ def signal_keeper(environment: Any, number: signal.Signals) -> int:
     keeper = keeper_of(nap)
     os.kill(keeper, number)
     return keeper
+
+
+@contextmanager
+def stopped_keeper(environment: Any) -> Iterator[None]:
+    keeper = signal_keeper(environment, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with suppress(ProcessLookupError):  # given up, and killed
+            os.kill(keeper, signal.SIGCONT)
 
 
 def record_of(training: Any) -> Any:
@@ -150,8 +161,7 @@ def test_a_tool_of_ones_own_is_not_called_again(begin: Any) -> None:
 
 def test_a_stopped_keeper_holds_nobody_beyond_the_deadline(begin: Any) -> None:
     environment, training = begin(step_timeout=4.0, command_timeout=3600.0)
-    keeper = signal_keeper(environment, signal.SIGSTOP)
-    try:
+    with stopped_keeper(environment):
         assert environment.shell("true") == UNAVAILABLE
         assert environment.get_reward() is None
         record = record_of(training).record
@@ -159,11 +169,6 @@ def test_a_stopped_keeper_holds_nobody_beyond_the_deadline(begin: Any) -> None:
         environment.reset(task_id="one")  # the environment's next rollout has a sandbox of its own
         environment.write_file("answer.txt", "right")
         assert environment.get_reward() == 1.0
-    finally:
-        try:
-            os.kill(keeper, signal.SIGCONT)
-        except ProcessLookupError:
-            pass  # given up, and killed
 
 
 def test_a_keeper_that_stops_before_it_is_graded_holds_nobody_either(begin: Any) -> None:
@@ -206,18 +211,12 @@ def test_a_reward_of_ones_own_holds_nobody_either(begin: Any) -> None:
     sound = training()
     sound.reset(task_id="one")
     sound.write_file("answer.txt", "0.5")
-    keeper = signal_keeper(stopped, signal.SIGSTOP)
-    try:
+    with stopped_keeper(stopped):
         assert stopped.get_reward() is None
         failures = [log.record.failure for log in training.pool.report().logs if log.record is not None]
         (failure,) = [failure for failure in failures if failure is not None]
         assert (failure.kind, failure.phase, failure.infrastructure) == ("step_timeout", "grade", True)
         assert sound.get_reward() == 0.5
-    finally:
-        try:
-            os.kill(keeper, signal.SIGCONT)
-        except ProcessLookupError:
-            pass  # given up, and killed
 
 
 def test_a_reward_that_is_awaited_ends_with_the_step(begin: Any) -> None:

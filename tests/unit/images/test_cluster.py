@@ -21,7 +21,15 @@ from rlsandbox.cli import main
 from rlsandbox.images.hydrate import hydrate
 from rlsandbox.images.inventory import quantity, read_inventory, room_of
 from rlsandbox.spec import Spec
-from tests.support.fake_apiserver import JSON, FakeApi, Pods, Rule, api_server, kubeconfig
+from tests.support.fake_apiserver import (
+    JSON,
+    FakeApi,
+    Pods,
+    Rule,
+    api_server,
+    kubeconfig,
+    stand_in_for_keeper,
+)
 
 PODS = f"{Pods.CORE}/pods"
 TOLERATED = [
@@ -33,10 +41,7 @@ TOLERATED = [
 
 @pytest.fixture(autouse=True)
 def _keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keeper").write_bytes(b"a keeper")
-    monkeypatch.setattr(
-        "rlsandbox.backends.kubernetes.cluster.keeper_binary", lambda arch, variant="": tmp_path / "keeper"
-    )
+    stand_in_for_keeper(tmp_path, monkeypatch)
 
 
 def node(name: str, *, images: Any = (), ready: str = "True", arch: str = "amd64", **spec: Any) -> JSON:

@@ -20,6 +20,7 @@ from aiohttp import web
 from rlsandbox._registry import LARGEST
 from rlsandbox.images import Layer
 from rlsandbox.images.registry import Registries
+from tests.support.served import served
 
 OCI = "application/vnd.oci.image."
 D1, D2 = "sha256:" + "1" * 64, "sha256:" + "2" * 64
@@ -67,15 +68,8 @@ def run(body: Callable[[Registry, Registries, str], Awaitable[None]], **how: Any
         fake = Registry()
         app = web.Application()
         app.router.add_route("*", "/{tail:.*}", fake.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host = f"127.0.0.1:{runner.addresses[0][1]}"
-        try:
-            async with asyncio.timeout(60), Registries(**how) as registries:
-                await body(fake, registries, host)
-        finally:
-            await runner.cleanup()
+        async with served(app) as host, asyncio.timeout(60), Registries(**how) as registries:
+            await body(fake, registries, host)
 
     asyncio.run(main())
 

@@ -25,7 +25,7 @@ from rlsandbox.backends.kubernetes.lease import YOUNG_S, RunLease, leftovers, re
 from rlsandbox.backends.kubernetes.stanza import problems
 from rlsandbox.backends.kubernetes.unused import InUseError, unused
 from rlsandbox.backends.kubernetes.watch import Watch, slim
-from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig
+from tests.support.fake_apiserver import JSON, FakeApi, Pods, api_server, kubeconfig, stand_in_for_keeper
 
 SPEC = Spec(image="img")
 CLAIMS = f"{Pods.EXT}/sandboxclaims"
@@ -35,11 +35,7 @@ RUNNING: JSON = {"phase": "Running", "conditions": [{"type": "Ready", "status": 
 
 @pytest.fixture(autouse=True)
 def _keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the ConfigMap carries does not matter here."""
-    (tmp_path / "keeper").write_bytes(b"a keeper")
-    monkeypatch.setattr(
-        "rlsandbox.backends.kubernetes.cluster.keeper_binary", lambda arch, variant="": tmp_path / "keeper"
-    )
+    stand_in_for_keeper(tmp_path, monkeypatch)
 
 
 class World:

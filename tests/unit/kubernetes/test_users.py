@@ -19,18 +19,16 @@ pytest.importorskip("kubernetes", reason="needs the extra: pip install 'rlsandbo
 from aiohttp import web
 
 from rlsandbox.backends.kubernetes import Kubernetes
-from tests.support.fake_apiserver import FakeApi, Pods, api_server, kubeconfig
+from tests.support.fake_apiserver import FakeApi, Pods, api_server, kubeconfig, stand_in_for_keeper
+from tests.support.served import served
 
 PODS, TEMPLATES = f"{Pods.CORE}/pods", f"{Pods.EXT}/sandboxtemplates"
 
 
 @pytest.fixture(autouse=True)
 def _keeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "keeper").write_bytes(b"a keeper")
+    stand_in_for_keeper(tmp_path, monkeypatch)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path))
-    monkeypatch.setattr(
-        "rlsandbox.backends.kubernetes.cluster.keeper_binary", lambda arch, variant="": tmp_path / "keeper"
-    )
 
 
 class Registry:
@@ -98,16 +96,9 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     registry = Registry()
     app = web.Application()
     app.router.add_route("*", "/{tail:.*}", registry.handle)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    try:
-        async with api_server() as api, Pods(api):
-            (tmp_path / "kubeconfig").write_text(kubeconfig(api.url))
-            url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-            yield World(api, registry, tmp_path / "kubeconfig", url)
-    finally:
-        await runner.cleanup()
+    async with served(app) as host, api_server() as api, Pods(api):
+        (tmp_path / "kubeconfig").write_text(kubeconfig(api.url))
+        yield World(api, registry, tmp_path / "kubeconfig", f"http://{host}")
 
 
 def run(tmp_path: Path, body: Callable[[World], Awaitable[None]]) -> None:
