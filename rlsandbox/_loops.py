@@ -17,6 +17,11 @@ def outside() -> AbstractContextManager[None]:
     return contextlib.nullcontext() if hold is None else hold()
 
 
+def stands(task: asyncio.Future[Any] | None) -> bool:
+    """Whether it is under way, or has ended well: then nobody has to begin it again."""
+    return task is not None and not (task.done() and (task.cancelled() or task.exception() is not None))
+
+
 async def see_through(*work: asyncio.Future[Any]) -> asyncio.CancelledError | None:
     """Wait for the end of *work*, whoever cancels the wait: what it holds would be nobody's.
 

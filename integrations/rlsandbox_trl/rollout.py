@@ -42,6 +42,7 @@ CALLERS_MISTAKES = (ConfigError, UnsupportedError, PoolClosedError)
 UNAVAILABLE = "The sandbox is not available. This attempt will not be scored."
 SUBMITTED = "The work has been submitted; nothing more can be done."
 OVER = "The limit ({}) of this attempt is reached; nothing more can be done."
+OWN_LATE = "its get_reward did not end in its part of the step's {:g} s"
 ENDING_S = 2.0
 """Giving up a sandbox is not waited for longer: it ends by itself."""
 GRADING_SHARE = 0.2
@@ -78,11 +79,13 @@ class Rollout:
         return self.deadline - time.monotonic()
 
     def _reserve(self) -> float:
-        grader, own = self.task.grader, self.owner._graded_by_itself()
-        if self.step_timeout is None or (grader is None and not own):
+        grader = self.task.grader
+        if self.step_timeout is None:
             return 0.0
         share = self.step_timeout * GRADING_SHARE
-        return share if own or grader is None else min(share, grader.timeout)
+        if self.owner._graded_by_itself():
+            return share
+        return 0.0 if grader is None else min(share, grader.timeout)
 
     def _acting_until(self) -> float:
         """Commands end by themselves a little before: see :meth:`seconds`."""
@@ -124,6 +127,7 @@ class Rollout:
 
     @property
     def over(self) -> bool:
+        """It has a reward, or never will."""
         return self.missing or self.done
 
     # ------------------------------------------------------------------ its course
@@ -247,7 +251,7 @@ class Rollout:
             retryable=False, task=self.task.id, hint="step_timeout= of SandboxTraining",
         )  # fmt: skip
         with self._lock:
-            if self.missing or self.done:
+            if self.over:
                 return
             self.missing, self._ended = True, error
         self._count(completed=False, reward=None)
@@ -271,7 +275,7 @@ class Rollout:
     def lost(self) -> None:
         """The rollout has no reward, and is on record as failed."""
         with self._lock:
-            if self.missing or self.done:
+            if self.over:
                 return
             self.missing = True
         self._count(completed=False, reward=None)
@@ -321,7 +325,7 @@ class Rollout:
     def complete(self, reward: float | None, *, scored: bool = True) -> float | None:
         """It ran to its end, with *reward*; None when the step went on without it."""
         with self._lock:
-            if self.missing or self.done:
+            if self.over:
                 return reward if self.done else None
             self.done = True
         self.episode.complete(value={"steps": self.steps}, truncated=self.truncated, reward=reward)
@@ -345,7 +349,7 @@ class Rollout:
                 found = within(self._own_until(), asked)
             return self._settled(found)
         except LateError:
-            self._late("grade", "its get_reward did not end in its part of the step's {:g} s")
+            self._late("grade", OWN_LATE)
         except SandboxError as error:
             self._no_reward(error)
         return None
@@ -360,7 +364,7 @@ class Rollout:
                 found = await by(self._own_until(), method(self.owner))
             return self._settled(found)
         except LateError:
-            self._late("grade", "its get_reward did not end in its part of the step's {:g} s")
+            self._late("grade", OWN_LATE)
         except SandboxError as error:
             self._no_reward(error)
         finally:
@@ -392,7 +396,7 @@ class Rollout:
     def abandon(self, cause: str) -> None:
         """Nobody asked for the reward; give the sandbox back."""
         with self._lock:
-            if self.missing or self.done:
+            if self.over:
                 return
             self.done = True
         try:

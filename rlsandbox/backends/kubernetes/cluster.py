@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
+from ..._loops import stands
 from ...errors import ConfigError, ProvisionError, UnsupportedError
 from ...keeper.build import keeper_binary
 from ...spec import Spec
@@ -122,7 +123,7 @@ class Cluster:
         found = await self.api.look(self.paths.namespace, missing, timeout=15)
         if found is None:
             return ""  # this right is only a convenience
-        return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
+        return names.level_of(found)
 
     async def _has_runtime(self, name: str | None) -> None:
         """
@@ -176,9 +177,10 @@ class Cluster:
 
     async def keeper(self) -> str:
         """The name of the keeper's ConfigMap, which is there."""
-        if self._keeper is None or (self._keeper.done() and self._keeper.exception() is not None):
-            self._keeper = asyncio.get_running_loop().create_task(self._make_keeper())
-        return await asyncio.shield(self._keeper)
+        keeper = self._keeper
+        if keeper is None or not stands(keeper):
+            keeper = self._keeper = asyncio.get_running_loop().create_task(self._make_keeper())
+        return await asyncio.shield(keeper)
 
     async def _make_keeper(self) -> str:
         arch = self.shape.arch
@@ -221,7 +223,7 @@ class Cluster:
         """The warm pool from which sandboxes of *spec* are claimed; made once, shared by equal specs."""
         key = spec.digest, node
         made = self._made.get(key)
-        if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
+        if made is None or not stands(made):
             made = self._made[key] = asyncio.get_running_loop().create_task(self._make_pool(spec, node))
         return await asyncio.shield(made)
 
@@ -241,7 +243,7 @@ class Cluster:
         closed = manifests.by_policy(spec, self.shape)
         pod = manifests.pod_spec(spec, self.shape, keeper, node, closed_by_policy=closed)
         if closed:
-            if self._closed is None or (self._closed.done() and self._closed.exception() is not None):
+            if self._closed is None or not stands(self._closed):
                 image = pod["containers"][0]["image"]
                 trial = policy.demand(self.api, image, keeper, pod, run=self.run)
                 self._closed = asyncio.get_running_loop().create_task(trial, name="rlsandbox: try a policy")
@@ -284,47 +286,36 @@ class Cluster:
         return name
 
     async def check_own(self, spec: Spec, node: str, pod: JSON) -> None:
-        """The same of a template that was made here for *spec*: of another image nobody's rollout may be.
+        """Whether a pod is of the template that was made here for *spec*: of another image nobody's may be.
 
         Raises:
             ProvisionError: somebody else has changed it. The next sandbox makes it again.
         """
-        wanted = {names.CONTAINER: spec.image if spec.image is not None else str(self.shape.image)}
-        seen = {name: image for name, image in _images(pod.get("spec") or {}).items() if name in wanted}
-        rows = tuple(sorted(seen.items()))
         made = self._made.get((spec.digest, node))
-        if not seen or seen == wanted or rows in self._rewritten or made is None:
+        seen = _images(pod.get("spec") or {}).get(names.CONTAINER)
+        wanted = spec.image if spec.image is not None else str(self.shape.image)
+        if made is None or seen is None:
             return
         template = await asyncio.shield(made)
-        found = await self._named(self.paths.templates, "SandboxTemplate", template)
-        if _images(found["spec"]["podTemplate"]["spec"]) == wanted:
-            self._rewritten.add(rows)
+        if await self._images_now(template, {names.CONTAINER: wanted}, pod) is None:
             return
         self.forget(spec)
         raise ProvisionError(
             f"SandboxTemplate {template!r} of rlsandbox was changed by somebody else: the image is "
-            f"{seen[names.CONTAINER]}, not {wanted[names.CONTAINER]}; it is made again",
+            f"{seen}, not {wanted}; it is made again",
             kind="template_changed", retryable=True,
         )  # fmt: skip
 
     async def check_template(self, pod: JSON) -> None:
         """Whether a pod of somebody's template is of the one that the run began with.
 
-        Only a pod with other images makes us look: a cluster may rewrite them in every pod it admits.
-
         Raises:
             ProvisionError: the template was changed since; this run's other sandboxes are of the old one.
         """
         assert self._theirs is not None
         template, images = self._theirs
-        seen = {name: image for name, image in _images(pod.get("spec") or {}).items() if name in images}
-        rows = tuple(sorted(seen.items()))
-        if seen == images or rows in self._rewritten:
-            return
-        found = await self._named(self.paths.templates, "SandboxTemplate", template)
-        now = _images(found["spec"]["podTemplate"]["spec"])
-        if now == images:
-            self._rewritten.add(rows)
+        now = await self._images_now(template, images, pod)
+        if now is None:
             return
         name = next(name for name in sorted({*images, *now}) if images.get(name) != now.get(name))
         raise ProvisionError(
@@ -333,6 +324,22 @@ class Cluster:
             kind="template_changed", retryable=False,
             hint="end the run and start another one: its sandboxes would be of two kinds",
         )  # fmt: skip
+
+    async def _images_now(self, template: str, images: dict[str, str], pod: JSON) -> dict[str, str] | None:
+        """A template's, when they are not *images* any more, which *pod* was to have; None: they are.
+
+        Only a pod with other images makes us look: a cluster may rewrite them in every pod it admits.
+        """
+        seen = {name: image for name, image in _images(pod.get("spec") or {}).items() if name in images}
+        rows = tuple(sorted(seen.items()))
+        if seen == images or rows in self._rewritten:
+            return None
+        found = await self._named(self.paths.templates, "SandboxTemplate", template)
+        now = _images(found["spec"]["podTemplate"]["spec"])
+        if now != images:
+            return now
+        self._rewritten.add(rows)
+        return None
 
     async def _named(self, path: str, kind: str, name: str) -> JSON:
         try:

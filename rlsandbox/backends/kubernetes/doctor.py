@@ -130,7 +130,7 @@ async def _namespace(api: Api) -> list[Row]:
                 "the mode is then guessed: Kubernetes(mode=...)",
             )
         ]
-    level = (found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", "")
+    level = names.level_of(found)
     mode, status, fix = _LEVELS.get(level, ("overlay", "ok", ""))
     what = f"{level or 'none enforced'}: reset mode {mode} is expected"
     if mode == "userns":
@@ -276,7 +276,7 @@ async def _level(api: Api) -> str | None:
         found = await api.get(Paths(api.namespace).namespace)
     except ApiError:
         return None
-    return str((found["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
+    return names.level_of(found)
 
 
 async def _handler(api: Api, runtime_class: str | None) -> str:

@@ -179,13 +179,21 @@ def _kinds(paths: Paths) -> tuple[tuple[str, str], ...]:
     )
 
 
-async def _ours(api: Api, kind: str, path: str) -> list[JSON]:
-    """All of a kind that carry our label; none where there are no CRDs, or no right to these."""
+async def listed(api: Api, path: str, *, ours: bool = False) -> list[JSON]:
+    """All of a kind, or those that carry our label; none where there are no CRDs."""
     try:
-        return await api.list(path, {"labelSelector": f"{names.MANAGED}=true"})
+        return await api.list(path, {"labelSelector": f"{names.MANAGED}=true"} if ours else {})
     except ApiError as error:
-        if kind.startswith("Sandbox") and error.status == 404:
+        if error.status == 404 and path.startswith(f"/apis/{names.EXTENSIONS}/"):
             return []
+        raise
+
+
+async def _ours(api: Api, kind: str, path: str) -> list[JSON]:
+    """Those that carry our label; none where there is no right to these."""
+    try:
+        return await listed(api, path, ours=True)
+    except ApiError as error:
         if kind in _OF_BENCHMARKS and error.status == 403:
             return []
         raise

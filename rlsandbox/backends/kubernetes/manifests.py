@@ -89,7 +89,7 @@ def keeper_config_map(binary: Path, arch: str) -> JSON:
             phase="provision",
             hint="install musl-tools, or: pip install ziglang (both build a smaller one)",
         )
-    name = f"rlsandbox-keeper-{ARCH[arch]}-{hashlib.sha256(content).hexdigest()[:12]}"
+    name = f"{names.KEEPERS}{ARCH[arch]}-{hashlib.sha256(content).hexdigest()[:12]}"
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -209,7 +209,7 @@ def pod_spec(
     }
     gvisor = spec.isolation == "gvisor"
     _secure(pod, container, mode, spec, gvisor=gvisor, root=gvisor and shape.mode != "replace")
-    runtime = shape.gvisor_class if spec.isolation == "gvisor" else shape.runtime_class
+    runtime = shape.gvisor_class if gvisor else shape.runtime_class
     if runtime is not None:
         pod["runtimeClassName"] = runtime
     if node:

@@ -24,6 +24,8 @@ LABELS = "rlsandbox/labels"
 
 KEEPER_DIR, RUN_DIR = "/.rlsandbox", "/.rlsandbox-run"
 KEEPER_VOLUME, RUN_VOLUME = "rlsandbox-keeper", "rlsandbox-run"
+KEEPERS = "rlsandbox-keeper-"
+"""How the names of keepers' ConfigMaps begin."""
 COMMAND = [f"{KEEPER_DIR}/keeper", "init"]
 CONNECT = [f"{KEEPER_DIR}/keeper", "connect"]
 CONTAINER = "sandbox"
@@ -80,6 +82,11 @@ def labels_of(item: Mapping[str, Any]) -> dict[str, str]:
     except ValueError:
         return {}
     return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
+
+
+def level_of(namespace: Mapping[str, Any]) -> str:
+    """The Pod Security level that it enforces; empty: none."""
+    return str((namespace["metadata"].get("labels") or {}).get("pod-security.kubernetes.io/enforce", ""))
 
 
 class Paths:

@@ -7,12 +7,9 @@ from typing import Any
 
 from ...errors import SandboxError
 from . import names
-from .api import JSON, Api, ApiError
-from .lease import LATELY_S, YOUNG_S, Leftover, has_run_out, leftover, server_time
+from .api import JSON, Api
+from .lease import LATELY_S, YOUNG_S, Leftover, has_run_out, leftover, listed, server_time
 from .names import Paths
-
-KEEPER = "rlsandbox-keeper-"
-"""How the names of keepers' ConfigMaps begin."""
 
 
 class InUseError(SandboxError):
@@ -29,14 +26,14 @@ async def unused(api: Api, *, older_s: float) -> list[Leftover]:
     """
     paths = Paths(api.namespace)
     now = await server_time(api)
-    for lease in await _all(api, paths.leases, ours=True):
+    for lease in await listed(api, paths.leases, ours=True):
         if not has_run_out(lease, now, since=LATELY_S):
             raise InUseError(
                 f"a run uses namespace {api.namespace}, or did within the last hour "
                 f"(Lease {lease['metadata']['name']})"
             )
-    templates, warm_pools = await _all(api, paths.templates), await _all(api, paths.warm_pools)
-    claimed = {_at(claim, "spec", "warmPoolRef", "name") for claim in await _all(api, paths.claims)}
+    templates, warm_pools = await listed(api, paths.templates), await listed(api, paths.warm_pools)
+    claimed = {_at(claim, "spec", "warmPoolRef", "name") for claim in await listed(api, paths.claims)}
 
     def old(kind: str, path: str, rows: Iterable[JSON]) -> list[Leftover]:
         found = [leftover(kind, row, path, now) for row in rows if _ours(row)]
@@ -52,16 +49,16 @@ async def unused(api: Api, *, older_s: float) -> list[Leftover]:
     made = old("SandboxTemplate", paths.templates, (row for row in templates if _name(row) not in wanted))
     going = {one.name for one in made}
     pods = [_at(row, "spec", "podTemplate", "spec") for row in templates if _name(row) not in going]
-    pods += [row.get("spec") for row in await _all(api, paths.pods)]
+    pods += [row.get("spec") for row in await listed(api, paths.pods)]
     mounted = {_at(volume, "configMap", "name") for pod in pods for volume in _at(pod, "volumes") or ()}
-    keepers = await _all(api, paths.config_maps, ours=True)
+    keepers = await listed(api, paths.config_maps, ours=True)
     return [
         *pools,
         *made,
         *old(
             "ConfigMap",
             paths.config_maps,
-            (row for row in keepers if _name(row).startswith(KEEPER) and _name(row) not in mounted),
+            (row for row in keepers if _name(row).startswith(names.KEEPERS) and _name(row) not in mounted),
         ),
     ]
 
@@ -80,12 +77,3 @@ def _at(found: Any, *keys: str) -> Any:
     for key in keys:
         found = found.get(key) if isinstance(found, dict) else None
     return found
-
-
-async def _all(api: Api, path: str, *, ours: bool = False) -> list[JSON]:
-    try:
-        return await api.list(path, {"labelSelector": f"{names.MANAGED}=true"} if ours else {})
-    except ApiError as error:
-        if error.status == 404 and "agents.x-k8s.io" in path:
-            return []  # no CRDs
-        raise

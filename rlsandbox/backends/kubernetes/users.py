@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ..._loops import stands
 from ..._registry import RegistryClient
-from ...errors import ConfigError, ImageError
+from ...errors import ImageError
 from ...spec import Spec
 from .manifests import ARCH, Shape
 
@@ -29,11 +30,18 @@ class Users:
         RegistryClient(mirrors=mirrors)
         self._shape, self._mirrors = shape, mirrors
         self._asked: dict[str, asyncio.Task[str]] = {}
-        self._seen: dict[str, Spec] = {}
+
+    def _image(self, spec: Spec) -> str | None:
+        """The one that says who *spec*'s commands are; None: that is said already."""
+        if spec.user is not None:
+            return None
+        return spec.image if spec.image is not None else self._shape.image
 
     def known(self, spec: Spec) -> Spec:
-        """As :meth:`with_user` gave it before."""
-        return self._seen.get(spec.digest, spec)
+        """*spec* with the user of its image, as far as that was read."""
+        asked = self._asked.get(self._image(spec) or "")
+        user = asked.result() if asked is not None and asked.done() and stands(asked) else ""
+        return replace(spec, user=user) if user else spec
 
     async def with_user(self, spec: Spec) -> Spec:
         """*spec* with the user of its image, when it names none itself.
@@ -41,21 +49,16 @@ class Users:
         Raises:
             ImageError: what the image says cannot be read.
         """
-        image = spec.image if spec.image is not None else self._shape.image
-        if spec.user is not None or image is None:
+        image = self._image(spec)
+        if image is None:
             return spec
         asked = self._asked.get(image)
-        if asked is None or (asked.done() and (asked.cancelled() or asked.exception() is not None)):
+        if asked is None or not stands(asked):
             asked = self._asked[image] = asyncio.get_running_loop().create_task(
                 self._ask(image), name="rlsandbox: read an image's USER"
             )
-        user = await asyncio.shield(asked)
-        try:
-            found = replace(spec, user=user) if user else spec
-        except ConfigError as error:
-            raise ImageError(f"image {image}: its USER: {error.message}", hint=_HINT) from error
-        self._seen[spec.digest] = found
-        return found
+        await asyncio.shield(asked)
+        return self.known(spec)
 
     async def _ask(self, image: str) -> str:
         try:

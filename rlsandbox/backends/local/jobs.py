@@ -29,9 +29,8 @@ _DOING = {
     "image": "unpacking the image", "remove": "removing files", "host": "making the host's base",
     "fit": "fitting the image",
 }  # fmt: skip
-UNPACKING = (
-    2  # one more whenever another tree comes out of the same layers: what older code unpacked is left alone
-)
+UNPACKING = 2
+"""One more whenever another tree comes out of the same layers: what older code unpacked is left alone."""
 MAX_LOWERS = 16  # of one image: every lookup that misses asks each of them
 
 
