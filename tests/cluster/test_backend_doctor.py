@@ -117,8 +117,8 @@ def test_policies_that_nobody_enforces_are_not_relied_on(
 
 
 @pytest.fixture
-def enforcer(cluster: Cluster, kube: Kube) -> Iterator[None]:
-    """What a CNI with policies does, for this one policy: the links of pods under it are cut."""
+def enforcer(cluster: Cluster, kube: Kube) -> Iterator[set[str]]:
+    """What a CNI with policies does, for this one policy: the links of pods under it are cut; whose are."""
     over = threading.Event()
     cut: set[str] = set()
 
@@ -145,7 +145,7 @@ def enforcer(cluster: Cluster, kube: Kube) -> Iterator[None]:
 
     thread = threading.Thread(target=work)
     thread.start()
-    yield
+    yield cut
     over.set()
     thread.join()
 
@@ -156,7 +156,13 @@ def enforcer(cluster: Cluster, kube: Kube) -> Iterator[None]:
     ids=["replace", "manifest"],
 )
 def test_a_policy_that_is_enforced_holds_network_none(
-    cluster: Cluster, make_namespace: Callable[..., str], enforcer: None, level: str, mode: str, spec: Spec
+    cluster: Cluster,
+    make_namespace: Callable[..., str],
+    kube: Kube,
+    enforcer: set[str],
+    level: str,
+    mode: str,
+    spec: Spec,
 ) -> None:
     """In pods whose commands share the pod's network. What no isolated episode reaches, these do not either."""
     namespace = make_namespace(level)
@@ -173,6 +179,10 @@ def test_a_policy_that_is_enforced_holds_network_none(
             listener = await other.popen(["/.rlsandbox/keeper", "listen", "7798", "60"])
             dial = ["/.rlsandbox/keeper", "dial", address, "7798", "0", "3"]
             assert (await other.run(dial)).exit_code == 0
+            uid = kube.get(pods(namespace, backend._places[sandbox.id].pod))["metadata"]["uid"]
+            await asyncio.to_thread(
+                until, "a new pod is under the policy a moment later", lambda: uid in enforcer
+            )
             assert (await sandbox.run(dial)).exit_code == 1
             server = backend._api._client.configuration.host.rpartition("/")[2]  # type: ignore[attr-defined]
             for place in ("169.254.169.254 80", server.replace(":", " "), "10.96.0.1 443"):
